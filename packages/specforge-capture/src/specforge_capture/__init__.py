@@ -1,0 +1,1 @@
+"""specforge_capture."""

@@ -1,0 +1,34 @@
+"""The SGLang engine's fields, of which a command line and in-process keywords are two views. One model for both."""
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from specforge_config.base import Config
+
+
+class EngineConfig(Config):
+    """How the target's engine runs; read by the `sglang` backend and by capture servers, `tp_size` by every run."""
+
+    tp_size: PositiveInt = 1
+    """Ranks that share one copy of the target: the width of an island."""
+    dp_size: PositiveInt = 1
+    """Data parallelism inside the engine."""
+    ep_size: PositiveInt = 1
+    """Expert parallelism inside the engine."""
+    context_length: PositiveInt | None = None
+    """Longest request in tokens; default: `data.max_length` and the engine's headroom."""
+    mem_fraction_static: float | None = Field(None, gt=0, lt=1)
+    """Share of device memory for the target's weights and token pool."""
+    max_total_tokens: PositiveInt | None = None
+    """Tokens of the pool; default: what one island batch needs."""
+    max_running_requests: PositiveInt | None = None
+    """Requests of one prefill; default: what one island batch needs."""
+    attention_backend: str | None = None
+    """Attention backend; default: the engine's own choice."""
+    moe_runner_backend: str | None = None
+    """Mixture-of-experts backend; default: the engine's own choice."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` loads random weights at the real shapes; every output then says so."""
+    extra: dict[str, str | int | float | bool] = {}
+    """Further engine arguments by their own names."""

@@ -1,0 +1,1 @@
+"""Attention of draft blocks to the context before their anchors and to themselves."""
