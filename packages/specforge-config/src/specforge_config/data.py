@@ -1,19 +1,21 @@
 """Prompts: where they lie, how they are rendered and which of their tokens are supervised."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt
 
-from specforge_config.base import Config, InputPath
+from specforge_config.base import Config, InputPath, InputPaths, repeated, unlike_default
 
 
 class DataConfig(Config):
     """The training prompts."""
 
-    train: tuple[InputPath, ...]
+    train: InputPaths
     """JSONL or Parquet files; one path or a list."""
     format: Literal["auto", "messages", "sharegpt", "text", "tokens"] = "auto"
-    """Row form: OpenAI `messages`, ShareGPT `conversations`, plain `text`, or pre-tokenised `input_ids` with `loss_mask`; `auto` reads it off each file's first row."""
+    """Row form: OpenAI `messages`, ShareGPT `conversations`, plain `text`, or pre-tokenised `input_ids` with
+    `loss_mask`; `auto` reads it off each file's first row."""
     max_length: PositiveInt = 4096
     """Longest row in tokens."""
     overlong: Literal["truncate", "drop"] = "truncate"
@@ -30,12 +32,19 @@ class DataConfig(Config):
     """Whether a row that cannot be used is an error; otherwise it is dropped and reported."""
     sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
     """Checksum of the single training file, verified before anything starts."""
-    prompt_seed: int | None = None
+    prompt_seed: int | None = Field(None, ge=0)
     """Seed of the order of prompts; default: the run's seed."""
     cache_dir: str = ".cache/specforge/prompts"
     """Where rendered prompts are kept, relative to the working directory."""
 
-    @field_validator("train", mode="before")
-    @classmethod
-    def _one_path_is_a_list(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
+    def _faults(self) -> Iterator[str]:
+        if not self.train:
+            yield "train is empty; required: at least one file"
+        for path in repeated(self.train):
+            yield f"train lists {path} twice; required: each file once"
+        if self.sha256 is not None and len(self.train) != 1:
+            yield f"sha256 is set with {len(self.train)} files in train; required: one file"
+        if self.format in ("text", "tokens"):
+            chat_only = {"supervise", "thinking", "enable_thinking", "chat_template"}
+            for name in sorted(chat_only & set(unlike_default(self))):
+                yield f"{name} is set, but rows of format {self.format} have no chat; required: drop one"

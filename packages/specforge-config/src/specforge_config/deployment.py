@@ -1,10 +1,12 @@
 """Where the run's processes stand: a union over deployments."""
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, Tag
 
-from specforge_config.base import Config, InputPath
+from specforge_config.base import Config, InputPath, tagged
 
 
 class TrainerNodes(Config):
@@ -16,7 +18,7 @@ class TrainerNodes(Config):
     """Nodes of the run."""
     rendezvous: str | None = None
     """`host:port` of the first node that all nodes can reach; required above one node."""
-    run_id: str = "specforge"
+    run_id: str = Field("specforge", pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the rendezvous; runs that share an endpoint need different ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; `auto` takes GPUs where the machine has them."""
@@ -30,11 +32,13 @@ class TrainerNodes(Config):
         """Ranks over all nodes."""
         return self.nnodes * self.nproc_per_node
 
-    @model_validator(mode="after")
-    def _rendezvous_for_several_nodes(self) -> "TrainerNodes":
-        if self.nnodes > 1 and not self.rendezvous:
-            raise ValueError(f"nnodes is {self.nnodes}: set rendezvous to host:port of the first node")
-        return self
+    def _faults(self) -> Iterator[str]:
+        if self.nnodes > 1 and self.rendezvous is None:
+            yield f"nnodes is {self.nnodes} and rendezvous is unset; required: host:port of the first node"
+        if self.rendezvous is not None:
+            port = re.fullmatch(r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", self.rendezvous)
+            if port is None or not 0 < int(port[1]) < 65536:
+                yield f"rendezvous is {self.rendezvous!r}; required: host:port with a port of 1 to 65535"
 
 
 class LocalColocated(Config):
@@ -72,5 +76,10 @@ class Offline(Config):
     """Folder of stored features."""
 
 
-DeploymentConfig = Annotated[LocalColocated | Disaggregated | Offline, Field(discriminator="mode")]
+DeploymentConfig = Annotated[
+    Annotated[LocalColocated, Tag("local_colocated")]
+    | Annotated[Disaggregated, Tag("disaggregated")]
+    | Annotated[Offline, Tag("offline")],
+    tagged("mode", "local_colocated"),
+]
 """Where the run's processes stand."""

@@ -1,5 +1,7 @@
-"""The SGLang engine's fields, of which a command line and in-process keywords are two views. One model for both."""
+"""The SGLang engine's fields, of which a command line and in-process keywords are two views. One model for
+both."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, PositiveInt
@@ -8,7 +10,8 @@ from specforge_config.base import Config
 
 
 class EngineConfig(Config):
-    """How the target's engine runs; read by the `sglang` backend and by capture servers, `tp_size` by every run."""
+    """How the target's engine runs; read by the `sglang` backend and by capture servers, `tp_size` by every
+    run."""
 
     tp_size: PositiveInt = 1
     """Ranks that share one copy of the target: the width of an island."""
@@ -30,5 +33,20 @@ class EngineConfig(Config):
     """Mixture-of-experts backend; default: the engine's own choice."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` loads random weights at the real shapes; every output then says so."""
-    extra: dict[str, str | int | float | bool] = {}
+    extra: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further engine arguments by their own names."""
+
+    def _faults(self) -> Iterator[str]:
+        for name in ("dp_size", "ep_size"):
+            if self.tp_size % getattr(self, name):
+                yield (
+                    f"{name} is {getattr(self, name)}, tp_size is {self.tp_size}; "
+                    f"required: a {name} that divides tp_size, whose ranks it regroups"
+                )
+        if self.context_length and self.max_total_tokens and self.max_total_tokens < self.context_length:
+            yield (
+                f"max_total_tokens is {self.max_total_tokens}; required: at least context_length, "
+                f"{self.context_length}, so that one request fits"
+            )
+        for name in sorted(self.extra.keys() & type(self).model_fields.keys()):
+            yield f"extra.{name} is set; required: engine.{name}, which is a setting of its own"

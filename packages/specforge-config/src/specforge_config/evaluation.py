@@ -1,14 +1,17 @@
 """Measuring the draft by real speculative decoding against its target."""
 
-from pydantic import NonNegativeInt, PositiveInt, field_validator
+from collections.abc import Iterator
 
-from specforge_config.base import Config, InputPath
+from pydantic import NonNegativeInt, PositiveInt
+
+from specforge_config.base import Config, InputPaths, repeated
 
 
 class EvaluationConfig(Config):
-    """Held-out prompts and how they are decoded. Decoding is greedy; its outputs are compared with the target's own."""
+    """Held-out prompts and how they are decoded. Decoding is greedy; its outputs are compared with the
+    target's own."""
 
-    prompts: tuple[InputPath, ...] = ()
+    prompts: InputPaths = ()
     """JSONL or Parquet files of prompts that are not trained on; none: nothing is evaluated."""
     max_prompts: PositiveInt | None = None
     """Prompts taken from the start of each file; default: all."""
@@ -19,7 +22,8 @@ class EvaluationConfig(Config):
     interval_prompts: PositiveInt = 8
     """Prompts of an evaluation while training."""
 
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def _one_path_is_a_list(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
+    def _faults(self) -> Iterator[str]:
+        for path in repeated(self.prompts):
+            yield f"prompts lists {path} twice; required: each file once"
+        if self.interval and not self.prompts:
+            yield f"interval is {self.interval}, but prompts is empty; required: prompts, or interval 0"

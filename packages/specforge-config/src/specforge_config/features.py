@@ -1,7 +1,8 @@
 """What passes between capture and training: the capture contract and a packed batch of features.
 
-Invariant: tokens, masks and offsets live on the host, hidden states on the device that captured them. Everything that is
-derived from tokens alone (anchors, labels, loss denominators) is therefore known without a device synchronisation.
+Invariant: tokens, masks and offsets live on the host, hidden states on the device that captured them. So
+everything that is derived from tokens alone (anchors, labels, loss denominators) is known without a device
+synchronisation.
 
 Notation: T packed tokens, B documents, K captured layers, H hidden size.
 """
@@ -9,6 +10,7 @@ Notation: T packed tokens, B documents, K captured layers, H hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from specforge_config.base import Config
@@ -22,13 +24,15 @@ SCHEMA_VERSION = 1
 class CaptureSpec(Config):
     """The contract that fixes what a captured feature means; resolved once for a run.
 
-    Engines are started from it, the trainer validates against it, every stored sample and every checkpoint carries it.
+    Engines are started from it, the trainer validates against it, every stored sample and every checkpoint
+    carries it.
     """
 
     method: Literal["dspark", "dflash", "eagle3"]
     """Draft method the features are for."""
     layer_ids: tuple[int, ...]
-    """Captured target layers, post-layer and 0-based: id k is the output of decoder layer k. Their order is the columns' order."""
+    """Captured target layers, post-layer and 0-based: id k is the output of decoder layer k. Their order is
+    the columns' order."""
     final_state: bool
     """Whether the target's final post-norm hidden state is captured too."""
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -106,9 +110,14 @@ class FeatureBatch:
         if self.spec.final_state:
             last = None if self.last_hidden is None else tuple(self.last_hidden.shape)
             found["last_hidden"] = (last, (rows, self.spec.hidden_size))
+        elif self.last_hidden is not None:
+            found["last_hidden"] = (tuple(self.last_hidden.shape), None)
         wrong = [f"{name} is {a}, required {b}" for name, (a, b) in found.items() if a != b]
-        if not wrong and int(self.cu_seqlens[-1]) != rows:
-            wrong = [f"cu_seqlens ends at {int(self.cu_seqlens[-1])}, required {rows}"]
+        offsets = self.cu_seqlens.tolist()
+        if not wrong and (
+            offsets[0] != 0 or offsets[-1] != rows or any(a >= b for a, b in pairwise(offsets))
+        ):
+            wrong = [f"cu_seqlens is {offsets}, required ascending offsets from 0 to {rows}"]
         if wrong:
             raise ValueError(f"partial or misshapen capture of {list(self.sample_ids)}: " + "; ".join(wrong))
 

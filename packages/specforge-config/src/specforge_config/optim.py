@@ -1,8 +1,9 @@
 """The optimizer and the learning-rate schedule."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt
 
 from specforge_config.base import Config
 
@@ -21,18 +22,18 @@ class OptimizerConfig(Config):
     clip: float | None = Field(1.0, gt=0)
     """Global gradient norm above which gradients are scaled down; None never scales."""
 
-    @model_validator(mode="after")
-    def _betas_in_range(self) -> "OptimizerConfig":
+    def _faults(self) -> Iterator[str]:
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas is {list(self.betas)}, required two numbers in [0, 1)")
-        return self
+            yield f"betas is {list(self.betas)}; required: two numbers in [0, 1)"
 
 
 class ScheduleConfig(Config):
-    """Learning rate over the run: linear warm-up to the peak, then the chosen shape down to `min_ratio` of it."""
+    """Learning rate over the run: linear warm-up to the peak, then the chosen shape down to `min_ratio` of
+    it."""
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """Shape after warm-up; `wsd` (warm-up, stable, decay; arXiv 2404.06395) stays at the peak until the last `decay_ratio` of the run."""
+    """Shape after warm-up; `wsd` (warm-up, stable, decay; arXiv 2404.06395) stays at the peak until the last
+    `decay_ratio` of the run."""
     warmup_steps: NonNegativeInt | None = None
     """Steps of warm-up; excludes `warmup_ratio`."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
@@ -42,8 +43,11 @@ class ScheduleConfig(Config):
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """Share of all steps over which `wsd` decays."""
 
-    @model_validator(mode="after")
-    def _one_warmup(self) -> "ScheduleConfig":
+    def _faults(self) -> Iterator[str]:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("warmup_steps and warmup_ratio are both set: drop one of the two")
-        return self
+            yield "warmup_steps and warmup_ratio are both set; required: at most one of the two"
+        if self.kind == "wsd" and (self.warmup_ratio or 0) + self.decay_ratio > 1:
+            yield (
+                f"warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} exceed the whole run; "
+                "required: a sum of at most 1"
+            )

@@ -1,8 +1,11 @@
 """One run: the whole configuration, and the checks that cross its sections."""
 
-from pydantic import Field, model_validator
+from collections.abc import Iterator
+from pathlib import Path
 
-from specforge_config.base import Config
+from pydantic import Field
+
+from specforge_config.base import Config, unlike_default
 from specforge_config.data import DataConfig
 from specforge_config.deployment import DeploymentConfig, LocalColocated
 from specforge_config.draft import DraftConfig, DSparkConfig
@@ -45,16 +48,6 @@ class RunConfig(Config):
     tracking: TrackingConfig = TrackingConfig()
     """Records."""
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> "RunConfig":
-        _ = self.topology, self.batches
-        if self.target.backend == "hf" and self.engine.tp_size > 1:
-            raise ValueError(
-                f"engine.tp_size is {self.engine.tp_size}, but target.backend hf holds a whole copy of the target on each "
-                "rank: set engine.tp_size to 1 or target.backend to sglang"
-            )
-        return self
-
     @property
     def folder(self) -> str:
         """The output folder."""
@@ -67,10 +60,67 @@ class RunConfig(Config):
 
     @property
     def topology(self) -> Topology:
-        """Islands and replicas of the trainer's world."""
-        return Topology(self.deployment.trainer.world_size, self.engine.tp_size)
+        """Islands and replicas of the trainer's world; ranks that hold no target are islands of their own."""
+        tp_size = self.engine.tp_size if self.deployment.mode == "local_colocated" else 1
+        return Topology(self.deployment.trainer.world_size, tp_size)
 
     @property
     def batches(self) -> BatchPlan:
         """Batch a rank, micro-batch and accumulation."""
-        return resolve_batches(self.topology.world_size, self.training.batch_size, self.training.global_batch_size)
+        return resolve_batches(
+            self.topology.world_size, self.training.batch_size, self.training.global_batch_size
+        )
+
+    def _faults(self) -> Iterator[str]:
+        try:
+            _ = self.topology, self.batches
+        except ValueError as error:
+            yield str(error)
+        yield from self._engine_faults()
+        yield from self._length_faults()
+        yield from self._schedule_faults()
+        held_out = {Path(path).resolve() for path in self.evaluation.prompts}
+        for path in (path for path in self.data.train if Path(path).resolve() in held_out):
+            yield f"evaluation.prompts holds {path}, as does data.train; required: held-out prompts"
+
+    def _engine_faults(self) -> Iterator[str]:
+        """The `hf` backend takes no engine settings, least of all a tensor parallelism that it would
+        ignore."""
+        if self.target.backend != "hf" or self.deployment.mode != "local_colocated":
+            return
+        for name in unlike_default(self.engine):
+            if name == "tp_size":
+                yield (
+                    f"engine.tp_size is {self.engine.tp_size}, but target.backend hf holds a whole target on "
+                    "each rank; required: engine.tp_size 1 or target.backend sglang"
+                )
+            else:
+                yield (
+                    f"engine.{name} is set, but target.backend hf has no engine; "
+                    f"required: drop engine.{name}, or target.backend sglang"
+                )
+
+    def _length_faults(self) -> Iterator[str]:
+        """Rows of `data.max_length` tokens must fit the engine and the exported draft."""
+        longest = self.data.max_length
+        limits = {
+            "engine.context_length": self.engine.context_length,
+            "engine.max_total_tokens": self.engine.max_total_tokens,
+            "draft.max_positions": self.draft.max_positions,
+        }
+        for name, limit in limits.items():
+            if limit is not None and limit < longest:
+                yield f"{name} is {limit}; required: at least data.max_length, {longest}"
+
+    def _schedule_faults(self) -> Iterator[str]:
+        steps, warmup = self.training.max_steps, self.schedule.warmup_steps
+        if steps is None or warmup is None:
+            return
+        decay = self.schedule.decay_ratio * steps if self.schedule.kind == "wsd" else 0
+        if warmup > steps:
+            yield f"schedule.warmup_steps is {warmup}; required: at most training.max_steps, {steps}"
+        elif warmup + decay > steps:
+            yield (
+                f"schedule.warmup_steps {warmup} and the decay over schedule.decay_ratio "
+                f"{self.schedule.decay_ratio} exceed training.max_steps, {steps}; required: less of one"
+            )

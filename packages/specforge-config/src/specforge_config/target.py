@@ -21,18 +21,21 @@ class TargetConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Element type of the target's weights and of the captured states; `auto` takes the checkpoint's."""
     revision: str | None = None
-    """Name of the target's revision in the capture contract; default: a hash of its configuration and weight index."""
+    """Name of the target's revision in the capture contract; default: a hash of its configuration and weight
+    index."""
     embedding_key: str | None = None
     """Checkpoint key of the token embedding; default: found by its usual names."""
     head_key: str | None = None
-    """Checkpoint key of the vocabulary head; default: found by its usual names, the embedding for tied heads."""
+    """Checkpoint key of the vocabulary head; default: found by its usual names, the embedding for tied
+    heads."""
     gguf_file: str | None = None
     """File inside `path` to read the target from instead of safetensors."""
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """What the rest of the run must know of the target, read from its `config.json` without loading a model."""
+    """What the rest of the run must know of the target, read from its `config.json` without loading a
+    model."""
 
     hidden_size: int
     intermediate_size: int
@@ -57,7 +60,9 @@ class TargetShape:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"target.path: no {path.name} in {path.parent}; required: the folder of a saved model")
+        raise ValueError(
+            f"target.path: no {path.name} in {path.parent}; required: the folder of a saved model"
+        )
     try:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -65,7 +70,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def read_target_shape(folder: str | Path) -> TargetShape:
-    """Read the shape of a target from `config.json` in `folder`; multimodal models are read through `text_config`.
+    """Read the shape of a target from `config.json` in `folder`, of multimodal models from its `text_config`.
 
     Raises:
         ValueError: if the file is missing, unreadable or lacks a required field.

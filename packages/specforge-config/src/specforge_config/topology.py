@@ -1,7 +1,8 @@
 """Where ranks stand: islands of target tensor parallelism, their replicas, and the shards of the draft.
 
-An *island* is the set of `tp_size` consecutive ranks that hold one copy of the target. Islands are replicas of each other:
-they take different prompts. The draft is sharded over all ranks or, with `hybrid`, inside an island. Pure arithmetic.
+An *island* is the set of `tp_size` consecutive ranks that hold one copy of the target. Islands are replicas
+of each other: they take different prompts. The draft is sharded over all ranks or, with `hybrid`, inside an
+island. Pure arithmetic.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ class Topology:
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.world_size < 1 or self.world_size % self.tp_size:
             raise ValueError(
-                f"a world of {self.world_size} ranks cannot be cut into islands of engine.tp_size={self.tp_size}: "
-                "deployment.trainer.nnodes * nproc_per_node must be a multiple of engine.tp_size"
+                f"{self.world_size} ranks cannot be cut into islands of engine.tp_size={self.tp_size}; "
+                "required: a multiple of it as deployment.trainer.nnodes * nproc_per_node"
             )
 
     @property
@@ -42,7 +43,7 @@ class Topology:
     def mesh_shape(self, sharding: str) -> tuple[int, int]:
         """(replicas, shards) of the draft's device mesh under `training.sharding`.
 
-        `no_shard` replicates on every rank, `grad_op` and `full` shard over the world, `hybrid` shards inside an island.
+        `no_shard` replicates on every rank, `grad_op` and `full` shard over the world, `hybrid` in islands.
 
         Raises:
             ValueError: for an unknown sharding.
@@ -96,13 +97,13 @@ def resolve_batches(world_size: int, batch_size: int | None, global_batch_size: 
     share, rest = divmod(global_batch_size, world_size)
     if rest or share == 0:
         raise ValueError(
-            f"training.global_batch_size={global_batch_size} cannot be shared by {world_size} ranks: "
-            "it must be a positive multiple of deployment.trainer.nnodes * nproc_per_node"
+            f"training.global_batch_size={global_batch_size} cannot be shared by {world_size} ranks; "
+            "required: a positive multiple of deployment.trainer.nnodes * nproc_per_node"
         )
     size = batch_size or share
     if share % size:
         raise ValueError(
-            f"training.batch_size={size} does not divide the {share} samples that each of {world_size} ranks takes of "
-            f"training.global_batch_size={global_batch_size}"
+            f"training.batch_size={size} does not divide the {share} samples that each of {world_size} ranks "
+            f"takes of training.global_batch_size={global_batch_size}"
         )
     return BatchPlan(world_size, size, share // size)

@@ -11,4 +11,5 @@ class TrackingConfig(Config):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     """Services that metrics are sent to as well."""
     samples: bool = False
-    """Whether each rank appends the samples of every step to `samples.rank<r>.jsonl`, for audits of what was trained on."""
+    """Whether each rank appends the samples of every step to `samples.rank<r>.jsonl`, for audits of what was
+    trained on."""

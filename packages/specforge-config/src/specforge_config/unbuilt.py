@@ -1,0 +1,25 @@
+"""Settings that the schema knows and this version does not carry out; a run that asks for one is refused."""
+
+from specforge_config.run import RunConfig
+
+
+def not_implemented(config: RunConfig) -> list[str]:
+    """A line for each setting of `config` that nothing carries out yet; empty for a run that can start."""
+    refused = []
+    if config.draft.method != "dspark":
+        refused.append(f"draft.method={config.draft.method} (built: dspark)")
+    if (scaling := config.draft.rope_scaling) is not None:
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind not in ("default", "yarn"):
+            refused.append(f"draft.rope_scaling with rope_type={kind} (built: default, yarn)")
+    if config.target.backend != "hf":
+        refused.append(f"target.backend={config.target.backend} (built: hf)")
+    if config.target.gguf_file is not None:
+        refused.append(f"target.gguf_file={config.target.gguf_file} (built: safetensors)")
+    if config.deployment.mode != "local_colocated":
+        refused.append(f"deployment.mode={config.deployment.mode} (built: local_colocated)")
+    if config.tracking.trackers:
+        refused.append(
+            f"tracking.trackers={list(config.tracking.trackers)} (built: metrics.jsonl, always written)"
+        )
+    return [f"not implemented yet: {line}" for line in refused]
