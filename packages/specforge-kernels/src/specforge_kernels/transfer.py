@@ -1,7 +1,7 @@
 """Small host arrays to the device, without stopping the host.
 
-A step's integer bookkeeping (anchors, labels, slot ranges) is made on the host. A copy from pageable memory makes the host wait for
-the stream, so the arrays travel as one pinned buffer in one asynchronous copy.
+A step's integer bookkeeping (anchors, labels, slot ranges) is made on the host. A copy from pageable memory
+makes the host wait for the stream, so the arrays travel as one pinned buffer in one asynchronous copy.
 """
 
 from collections.abc import Sequence

@@ -1,19 +1,21 @@
 """Anchored attention as a dense masked softmax: the definition that the fast paths are tested against.
 
-    out_m = Σ_n softmax_n(scale · q_m·k_n) v_n    over the keys n that slot m sees (layout.py), context and own block together
+    out_m = Σ_n softmax_n(scale · q_m·k_n) v_n    over the keys n that slot m sees (layout.py), context and
+    own block together
 
 Scores and softmax in fp32, or in fp64 for fp64 inputs. Every slot sees at least itself, so no row is empty.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .layout import AnchoredLayout, dense_mask
 
 
 def joined_keys(context: Tensor, block: Tensor, groups: int = 1) -> Tensor:
-    """[T, Hkv, D] and [M, Hkv, D] -> [Hkv · groups, T + M, D], each key head repeated for its `groups` query heads."""
+    """[T, Hkv, D] and [M, Hkv, D] -> [Hkv · groups, T + M, D], each key head repeated for its `groups` query
+    heads.
+    """
     return torch.cat([context, block]).transpose(0, 1).repeat_interleave(groups, dim=0)
 
 
@@ -35,24 +37,3 @@ def attend_reference(
     visible = dense_mask(layout.context, layout.own, layout.tokens)
     attention = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return (attention @ values).transpose(0, 1).to(q.dtype)
-
-
-def attend_sdpa(
-    q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_block: Tensor,
-    v_block: Tensor,
-    layout: AnchoredLayout,
-    scale: float,
-) -> Tensor:
-    """The same through `scaled_dot_product_attention` and the layout's dense mask, for CPUs: scores are not kept for backward."""
-    groups = q.shape[1] // k_context.shape[1]
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        joined_keys(k_context, k_block, groups)[None],
-        joined_keys(v_context, v_block, groups)[None],
-        attn_mask=layout.mask,
-        scale=scale,
-    )
-    return out[0].transpose(0, 1)

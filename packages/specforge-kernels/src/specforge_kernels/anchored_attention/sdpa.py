@@ -1,0 +1,60 @@
+"""Anchored attention through `scaled_dot_product_attention`, for CPUs.
+
+The slots are cut into tiles of whole blocks of one document, and each tile attends to the context up to its
+last anchor and to its own slots under a small dense mask: packed documents and later keys cost nothing.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .layout import AnchoredLayout, Intervals, SlotTile, dense_mask
+from .reference import joined_keys
+
+TILE_SLOTS = 256
+"""Slots of a tile at most (at least one block): on a CPU, large enough for the matrix products and small
+enough for few masked keys.
+"""
+
+
+def slot_tiles(intervals: Intervals, block: int, device: torch.device) -> tuple[SlotTile, ...]:
+    """Tiles of whole blocks, in slot order."""
+    start, stop = intervals.context[:, ::block]
+    document_of_block = intervals.document[::block]
+    cuts = np.flatnonzero(np.diff(document_of_block)) + 1
+    per_tile = max(1, TILE_SLOTS // block)
+    tiles = []
+    for blocks in np.split(np.arange(start.size), cuts):
+        for i in range(0, blocks.size, per_tile):
+            part = blocks[i : i + per_tile]
+            slots = slice(int(part[0]) * block, (int(part[-1]) + 1) * block)
+            keys = slice(int(start[part[0]]), int(stop[part[-1]]))
+            context, own = (torch.from_numpy(x[:, slots]) for x in (intervals.context, intervals.own))
+            visible = dense_mask(context - keys.start, own - slots.start, keys.stop - keys.start)
+            tiles.append(SlotTile(slots, keys, visible.to(device)))
+    return tuple(tiles)
+
+
+def attend_sdpa(
+    q: Tensor,
+    k_context: Tensor,
+    v_context: Tensor,
+    k_block: Tensor,
+    v_block: Tensor,
+    layout: AnchoredLayout,
+    scale: float,
+) -> Tensor:
+    """Shapes as `api.anchored_attention`."""
+    groups = q.shape[1] // k_context.shape[1]
+    outs = []
+    for tile in layout.tiles:
+        out = F.scaled_dot_product_attention(
+            q[tile.slots].transpose(0, 1)[None],
+            joined_keys(k_context[tile.keys], k_block[tile.slots], groups)[None],
+            joined_keys(v_context[tile.keys], v_block[tile.slots], groups)[None],
+            attn_mask=tile.visible,
+            scale=scale,
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)

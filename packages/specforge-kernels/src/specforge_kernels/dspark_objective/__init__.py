@@ -1,0 +1,1 @@
+"""DSpark's training objective, from hidden states to loss terms and gradients."""
