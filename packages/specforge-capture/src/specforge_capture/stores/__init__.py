@@ -1,0 +1,1 @@
+"""Where captured features wait for the trainer."""

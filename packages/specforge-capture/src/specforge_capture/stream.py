@@ -1,0 +1,166 @@
+"""LocalRolloutStream: features for one trainer rank of a colocated run, captured when the trainer asks for
+them.
+
+Invariant: one request captures exactly one island batch (`tp_size * batch_size` prompts, the same on every
+    rank of the island), of which the rank keeps its own `batch_size` rows. Nothing is captured ahead, and a
+    short or partial capture ends the run instead of training on less.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from specforge_capture.prompts.cache import PromptSet
+from specforge_capture.prompts.plan import PromptPlan
+from specforge_capture.stores.local import LocalStore
+from specforge_capture.targets.base import PromptRow, Target
+from specforge_config.features import FeatureBatch
+
+
+@dataclass(frozen=True)
+class StreamStats:
+    """What a stream did since it was last asked."""
+
+    capture_seconds: float
+    """Time that the target worked."""
+    tokens: int
+    """Tokens that the target read for the whole island."""
+    staged_bytes: int
+    """Bytes of states of the largest staged batch."""
+
+
+class LocalRolloutStream:
+    """Iterates over the feature batches of one rank, one a micro-step.
+
+    Args:
+        target: this rank's share of the target.
+        prompts: the prompt set.
+        plan: the order of prompts.
+        island: the island that the rank belongs to.
+        rank: the rank inside its island.
+        start_step: optimizer step to start at; what lies before it is skipped without being read.
+
+    Raises:
+        ValueError: if the plan is not over `prompts`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: PromptSet,
+        plan: PromptPlan,
+        *,
+        island: int = 0,
+        rank: int = 0,
+        start_step: int = 0,
+    ) -> None:
+        if (plan.num_rows, plan.fingerprint) != (len(prompts), prompts.fingerprint):
+            raise ValueError(f"the plan is over {plan.num_rows} other prompts than the {len(prompts)} given")
+        self._target = target
+        self._prompts = prompts
+        self._own = slice(rank * plan.batch_size, (rank + 1) * plan.batch_size)
+        self._tasks = plan.island_batches(island, start_step)
+        self._store = LocalStore()
+        self._clock = _CaptureClock()
+        self._tokens = 0
+
+    def __iter__(self) -> Iterator[FeatureBatch]:
+        return self
+
+    def __next__(self) -> FeatureBatch:
+        """Capture and hand out the next batch.
+
+        Raises:
+            StopIteration: at the end of the plan.
+            ValueError: if the target returned other rows than it was asked for, naming their prompts.
+        """
+        tasks = next(self._tasks)
+        rows = [self._prompts.row(task.row, (task.epoch, task.position)) for task in tasks]
+        with self._clock:
+            batch = self._target.capture(rows)
+        _require_whole(batch, rows, self._target)
+        self._tokens += batch.tokens.shape[0]
+        self._store.put(own_rows(batch, self._own))
+        del batch
+        return self._store.take()
+
+    def stats(self) -> StreamStats:
+        """What happened since the last call; waits for a running capture."""
+        stats = StreamStats(self._clock.seconds(), self._tokens, self._store.staged_bytes)
+        self._tokens = 0
+        self._store.reset()
+        return stats
+
+
+def own_rows(batch: FeatureBatch, own: slice) -> FeatureBatch:
+    """The documents `own` of a batch, as copies, so that the packed allocation of the whole can be freed.
+
+    A batch that holds nothing else is returned as it is.
+    """
+    documents = range(len(batch.sample_ids))[own]
+    if len(documents) == len(batch.sample_ids):
+        return batch
+    offsets = batch.cu_seqlens[documents.start : documents.stop + 1]
+    rows = slice(int(offsets[0]), int(offsets[-1]))
+    return replace(
+        batch,
+        tokens=batch.tokens[rows].clone(),
+        loss_mask=batch.loss_mask[rows].clone(),
+        cu_seqlens=offsets - offsets[0],
+        hidden=batch.hidden[rows].detach().clone(),
+        last_hidden=None if batch.last_hidden is None else batch.last_hidden[rows].detach().clone(),
+        sample_ids=batch.sample_ids[own],
+        positions=batch.positions[own],
+    )
+
+
+def _require_whole(batch: FeatureBatch, rows: list[PromptRow], target: Target) -> None:
+    """Check that a capture holds exactly the rows that were asked for, under the right contract."""
+    asked = [(row.sample_id, row.position, len(row.input_ids)) for row in rows]
+    lengths = batch.cu_seqlens.diff().tolist()
+    found = list(zip(batch.sample_ids, batch.positions, lengths, strict=True))
+    if found != asked:
+        short = [f"{name} ({length} tokens)" for name, _, length in asked]
+        raise ValueError(
+            f"partial capture: asked for {', '.join(short)}; received "
+            f"{', '.join(f'{name} ({length} tokens)' for name, _, length in found) or 'nothing'}"
+        )
+    target.spec.require_equal(batch.spec, here="the run", there="the captured batch")
+
+
+class _CaptureClock:
+    """Time inside its `with` blocks; on a GPU by events, as a capture is only queued when it returns."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._began: tuple[float, torch.cuda.Event | None] = (0.0, None)
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter(), _event()
+
+    def __exit__(self, *_: object) -> None:
+        (began, start), end = self._began, _event()
+        if start is None or end is None:
+            self._seconds += time.perf_counter() - began
+        else:
+            self._events.append((start, end))
+
+    def seconds(self) -> float:
+        """Seconds since the last call."""
+        for start, end in self._events:
+            end.synchronize()
+            self._seconds += start.elapsed_time(end) / 1000
+        seconds, self._seconds, self._events = self._seconds, 0.0, []
+        return seconds
+
+
+def _event() -> torch.cuda.Event | None:
+    """An event recorded now; None in a process that uses no GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,1 @@
+"""Backends that run the target and capture its hidden states."""

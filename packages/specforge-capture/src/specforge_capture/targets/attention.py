@@ -1,0 +1,128 @@
+"""Attention of packed documents, registered with transformers so that no model code changes.
+
+Packed rows of B documents go through the model as one sequence. Invariant: a query sees keys of its own
+document only, causally, within the layer's sliding window if it has one. No mask of T x T is ever made:
+SDPA runs once a document, or, for short documents on CUDA with 16-bit states, torch's variable-length
+attention runs all at once.
+
+Without offsets (decoding with a cache) the queries are the last of the keys.
+
+Notation: n queries, m keys, Hq and Hkv heads, D head width.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+# torch 2.11 takes grouped heads as they are; later versions want to be told of them.
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_VARLEN_BELOW = 1500
+"""Mean length of documents below which variable-length attention is faster than SDPA once a document.
+
+Measured on an H200 with a model of Qwen3-0.6B's shape: 2.2 times as fast at 200 tokens, equal at 1700, 0.8
+times as fast at 16000.
+"""
+
+IMPLEMENTATION = "specforge_packed"
+"""Name of the registered attention. It has no mask function, so transformers builds no mask for it."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Offsets of packed documents, passed to every attention layer of a forward."""
+
+    offsets: tuple[int, ...]
+    """[B + 1], from 0 to T."""
+    cu_seqlens: Tensor
+    """[B + 1] int32, on the states' device."""
+    longest: int
+    """Tokens of the longest document."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    documents: Documents | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention in transformers' calling convention.
+
+    Args:
+        module: the model's attention layer.
+        query: [1, Hq, n, D].
+        key: [1, Hkv, m, D].
+        value: [1, Hkv, m, D].
+        attention_mask: always None.
+        scaling: factor of the scores.
+        sliding_window: keys that a query sees, itself included; None sees all.
+        documents: offsets of packed documents; None for one sequence whose queries are the last of the keys.
+        options: what else the layer passes; anything that changes the result is refused.
+
+    Returns:
+        [1, n, Hq, D], and no weights.
+
+    Raises:
+        ValueError: for attention with soft caps, sinks or without causality.
+    """
+    refused = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    if refused or not getattr(module, "is_causal", True):
+        raise ValueError(
+            f"target.backend hf cannot pack {type(module).__name__} ({', '.join(refused) or 'not causal'}): "
+            "set target.backend to sglang"
+        )
+    if documents is None:
+        return _sdpa(query, key, value, scaling, sliding_window).transpose(1, 2), None
+    if _prefers_varlen(query, documents, sliding_window):
+        return _varlen(query, key, value, documents, scaling, sliding_window), None
+    output = query.new_empty(query.shape)
+    for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
+        own = slice(start, stop)
+        output[:, :, own] = _sdpa(query[:, :, own], key[:, :, own], value[:, :, own], scaling, sliding_window)
+    return output.transpose(1, 2), None
+
+
+def _prefers_varlen(query: Tensor, documents: Documents, window: int | None) -> bool:
+    """Whether torch's variable-length attention can run, and is faster or the only one without a mask."""
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return window is not None or documents.offsets[-1] < _VARLEN_BELOW * (len(documents.offsets) - 1)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None, window: int | None
+) -> Tensor:
+    """Causal attention of all documents at once, [1, T, Hq, D]."""
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    cu, longest = documents.cu_seqlens, documents.longest
+    seen = (-1 if window is None else window - 1, 0)
+    attend: Any = varlen_attn
+    return attend(q, k, v, cu, cu, longest, longest, scale=scale, window_size=seen, **_GROUPED)[None]
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+    """Causal attention of n queries that are the last of m keys, [1, Hq, n, D]."""
+    n, m = query.shape[2], key.shape[2]
+    mask, causal = None, n == m and n > 1
+    if (window is not None and m > window) or 1 < n < m:
+        mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril(m - n)
+        if window is not None:
+            mask = mask.triu(m - n - window + 1)
+        causal = False
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+AttentionInterface.register(IMPLEMENTATION, packed_attention)

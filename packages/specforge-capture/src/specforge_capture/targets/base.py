@@ -1,0 +1,69 @@
+"""What a target backend offers: packed capture of hidden states for the trainer, and decoding for evaluation.
+
+Notation: T packed tokens, K captured layers, H hidden size, V vocabulary, n new tokens of one sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from specforge_config.features import CaptureSpec, FeatureBatch
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One tokenised training sample and its place in the prompt plan."""
+
+    sample_id: str
+    """Where the row comes from: `file:line`, with `#turn` where a conversation gave several rows."""
+    input_ids: np.ndarray
+    """[S] int32."""
+    loss_mask: np.ndarray
+    """[S] bool: the token is supervised as a label."""
+    position: tuple[int, int] = (0, 0)
+    """(epoch, position in the epoch's permutation): the task id."""
+
+
+class Target(Protocol):
+    """A frozen target that captures the states of `spec`."""
+
+    spec: CaptureSpec
+
+    def capture(self, rows: Sequence[PromptRow]) -> FeatureBatch:
+        """Run the target over `rows`, packed without padding; the states come in the order of `rows`."""
+        ...
+
+    def close(self) -> None:
+        """Free the target's memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What the target says about the n tokens that a decoding step appended."""
+
+    logits: Tensor
+    """[n, V]: row i predicts the token after new token i."""
+    hidden: Tensor
+    """[n, K * H]: captured states of the new tokens."""
+
+
+class DecodingTarget(Protocol):
+    """A target that also decodes one sequence, for evaluation."""
+
+    stop_ids: tuple[int, ...]
+
+    def start(self) -> Any:
+        """An empty key-value cache."""
+        ...
+
+    def extend(self, ids: Tensor, cache: Any) -> Extension:
+        """Append `ids` [n] int64 to the sequence in `cache`."""
+        ...
+
+    def crop(self, cache: Any, length: int) -> None:
+        """Forget all but the first `length` tokens of the sequence in `cache`."""
+        ...

@@ -1,0 +1,214 @@
+"""The `hf` target: a transformers model, on a CPU or a GPU.
+
+`capture` runs documents packed into one sequence, with position ids that restart and attention that never
+crosses documents, through the decoder without its vocabulary head. Hooks copy the wanted layers' outputs into
+one buffer as they appear; no other layer's states are kept. Post-layer id k is the output of decoder layer k
+itself, also for the last layer (transformers' `hidden_states[-1]` would be the normed state).
+
+Invariant, checked at load: the vocabulary head applied to the captured final state gives the model's own
+logits.
+
+Notation: T packed tokens, B documents, K captured layers, H hidden size, V vocabulary, n new tokens.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from specforge_capture.targets.attention import IMPLEMENTATION, Documents
+from specforge_capture.targets.base import Extension, PromptRow
+from specforge_config.features import CaptureSpec, FeatureBatch
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class HFTarget:
+    """A transformers model that captures features under a contract and decodes for evaluation.
+
+    Args:
+        folder: a saved model.
+        spec: the capture contract.
+        device: where the model runs.
+        stop_ids: tokens that end an answer.
+
+    Raises:
+        ValueError: if the folder holds no loadable model, or the model has no structure this backend can
+            capture.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        spec: CaptureSpec,
+        device: torch.device | str = "cpu",
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        self.spec = spec
+        self.stop_ids = tuple(stop_ids)
+        self.device = torch.device(device)
+        self.model = _load(folder, getattr(torch, spec.dtype)).to(self.device).eval().requires_grad_(False)
+        self._decoder = self.model.get_decoder()
+        self._head = self.model.get_output_embeddings()
+        self._layers = _decoder_layers(self.model, self._decoder, spec)
+        self._check_head()
+
+    @torch.no_grad()
+    def capture(self, rows: Sequence[PromptRow]) -> FeatureBatch:
+        """Capture the states of `rows`, packed in their order.
+
+        `no_grad` rather than inference mode: the trainer's autograd saves these states.
+
+        Raises:
+            ValueError: for an empty batch or row.
+        """
+        lengths = [len(row.input_ids) for row in rows]
+        if not lengths or min(lengths) == 0:
+            raise ValueError(
+                f"nothing to capture in {[row.sample_id for row in rows]}: rows of {lengths} tokens"
+            )
+        tokens = torch.from_numpy(np.concatenate([row.input_ids for row in rows]).astype(np.int64))
+        offsets = np.cumsum([0, *lengths])
+        positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+        documents = Documents(
+            tuple(offsets.tolist()),
+            torch.from_numpy(offsets.astype(np.int32)).to(self.device),
+            max(lengths),
+        )
+        hidden, last = self._forward(tokens, positions, documents=documents)
+        return FeatureBatch(
+            tokens=tokens,
+            loss_mask=torch.from_numpy(np.concatenate([row.loss_mask for row in rows]).astype(bool)),
+            cu_seqlens=torch.from_numpy(offsets.astype(np.int64)),
+            hidden=hidden,
+            last_hidden=last if self.spec.final_state else None,
+            sample_ids=tuple(row.sample_id for row in rows),
+            positions=tuple(row.position for row in rows),
+            spec=self.spec,
+        )
+
+    def start(self) -> DynamicCache:
+        """An empty key-value cache. It keeps every key, also of sliding layers, so that it can be cropped."""
+        return DynamicCache()
+
+    @torch.no_grad()
+    def extend(self, ids: Tensor, cache: DynamicCache) -> Extension:
+        """Append `ids` [n] int64 to the sequence in `cache`."""
+        first = cache.get_seq_length()
+        positions = torch.arange(first, first + len(ids))
+        hidden, last = self._forward(ids, positions, past_key_values=cache, use_cache=True)
+        return Extension(logits=self._head(last), hidden=hidden)
+
+    def crop(self, cache: DynamicCache, length: int) -> None:
+        """Forget all but the first `length` tokens of the sequence in `cache`."""
+        cache.crop(length)
+
+    def close(self) -> None:
+        """Free the model's memory."""
+        del self.model, self._decoder, self._head, self._layers
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """States of one sequence: [n, K * H] of the wanted layers, and [n, H] after the final norm."""
+        width = self.spec.hidden_size
+        hidden = torch.empty(
+            len(ids),
+            len(self.spec.layer_ids) * width,
+            dtype=getattr(torch, self.spec.dtype),
+            device=self.device,
+        )
+        options.setdefault("use_cache", False)
+        with self._copying_into(hidden.split(width, dim=1)):
+            output = self._decoder(
+                input_ids=ids.to(self.device, non_blocking=True)[None],
+                position_ids=positions.to(self.device, non_blocking=True)[None],
+                **options,
+            )
+        return hidden, output.last_hidden_state[0]
+
+    @contextmanager
+    def _copying_into(self, columns: Sequence[Tensor]) -> Generator[None]:
+        """While it lasts, each wanted layer writes its output into its column."""
+
+        def hook_for(column: Tensor) -> Any:
+            def copy(module: nn.Module, inputs: Any, output: Any) -> None:
+                column.copy_((output[0] if isinstance(output, tuple) else output)[0])
+
+            return copy
+
+        wanted = zip(self.spec.layer_ids, columns, strict=True)
+        handles = [self._layers[layer].register_forward_hook(hook_for(column)) for layer, column in wanted]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Compare head(final state) with the logits: caps and scales behind the head would break training."""
+        ids = torch.arange(2, device=self.device)
+        _, last = self._forward(ids, torch.arange(2))
+        logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
+        if not torch.allclose(self._head(last).float(), logits.float(), rtol=1e-2, atol=1e-3):
+            raise ValueError(
+                f"target.backend hf: {type(self.model).__name__} changes its logits behind the vocabulary "
+                "head (a soft cap or a scale), which this backend does not follow: set target.backend sglang"
+            )
+
+
+def _load(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"target.path: no config.json in {folder}; required: the folder of a saved model")
+    shows_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"target.path: no loadable model in {folder}: {error}") from error
+    finally:
+        if shows_bars:
+            transformers_logging.enable_progress_bar()
+    model, loading = loaded
+    # transformers would fill them with random numbers.
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(f"target.path: the weights in {folder} lack {missing[:5]} ({len(missing)} in all)")
+    return model
+
+
+def _decoder_layers(model: PreTrainedModel, decoder: nn.Module, spec: CaptureSpec) -> nn.ModuleList:
+    """The decoder's layers, after checking that this backend can run and capture them."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"target.backend hf: {name} has no list of decoder layers, or attention of its own: "
+            "set target.backend to sglang"
+        )
+    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+        raise ValueError(
+            f"target.backend hf: {name} has layers of the types {sorted(unknown)}, which cannot be packed: "
+            "set target.backend to sglang"
+        )
+    found = {
+        "layers": (len(layers) > max(spec.layer_ids), True),
+        "hidden_size": (config.hidden_size, spec.hidden_size),
+        "vocab_size": (model.get_output_embeddings().weight.shape[0], spec.vocab_size),
+    }
+    if wrong := {field: pair for field, pair in found.items() if pair[0] != pair[1]}:
+        raise ValueError(f"target.path: {name} does not fit the capture contract, (found, required): {wrong}")
+    return layers
