@@ -1,0 +1,1 @@
+"""Drafts in the layouts that serving engines and other trainers read."""

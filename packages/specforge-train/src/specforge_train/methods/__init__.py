@@ -1,0 +1,1 @@
+"""Draft methods: one folder each, and what they share."""

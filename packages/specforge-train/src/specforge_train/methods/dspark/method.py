@@ -1,0 +1,50 @@
+"""DSpark as a method: what the registry holds."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from specforge_config.draft import DSparkConfig
+from specforge_config.features import FeatureBatch
+from specforge_config.target import TargetShape
+from specforge_train.frozen import FrozenTarget
+from specforge_train.methods.base import DraftModel, DraftShape, resolve_shape
+from specforge_train.methods.dspark import served
+from specforge_train.methods.dspark.drafter import DSparkDrafter
+from specforge_train.methods.dspark.features import DSparkInputs, prepare
+from specforge_train.methods.dspark.model import DSparkModel
+
+Shape = DraftShape[DSparkConfig]
+
+
+class DSpark:
+    """The method of `draft.method: dspark`; see `Method` for what each part does."""
+
+    name = "dspark"
+    architecture = served.ARCHITECTURE
+
+    def resolve(self, draft: DSparkConfig, target: TargetShape, mask_token_id: int) -> Shape:
+        """See `Method.resolve`."""
+        return resolve_shape(draft, target, mask_token_id)
+
+    def build(self, shape: Shape) -> DSparkModel:
+        """See `Method.build`."""
+        return DSparkModel(shape)
+
+    def prepare(
+        self, batch: FeatureBatch, shape: Shape, seed: int, unsupervised: Literal["drop", "error"] = "drop"
+    ) -> DSparkInputs:
+        """See `Method.prepare`."""
+        return prepare(batch, shape, seed, unsupervised)
+
+    def drafter(self, model: DraftModel, frozen: FrozenTarget) -> DSparkDrafter:
+        """See `Method.drafter`."""
+        assert isinstance(model, DSparkModel)
+        return DSparkDrafter(model, frozen)
+
+    def served_config(self, shape: Shape, dtype: str) -> dict[str, Any]:
+        """See `Method.served_config`."""
+        return served.served_config(shape, dtype)
+
+    def served_shape(self, config: Mapping[str, Any]) -> Shape:
+        """See `Method.served_shape`."""
+        return served.served_shape(config)

@@ -1,0 +1,73 @@
+import pytest
+import torch
+from tiny_drafts import frozen_target, make_batch, make_shape
+
+from specforge_train.methods.dspark import DSpark
+
+METHOD = DSpark()
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {},
+        {"markov": {"head": "gated", "rank": 6}},
+        {"markov": {"head": "rnn", "rank": 6}, "confidence": {"with_markov": False}},
+        {"sliding_window": 5},
+    ],
+    ids=["vanilla", "gated", "rnn", "window"],
+)
+def test_incremental_proposals_equal_the_training_forward(draft) -> None:
+    """At each anchor, after whatever steps led there, what training computes when taught the proposals."""
+    frozen = frozen_target()
+    model = METHOD.build(make_shape(**draft))
+    model.init_weights(0)
+    model.double()
+    sequence = make_batch([[0] * 30])
+    drafter = METHOD.drafter(model, frozen)
+    done = 0
+    for anchor in (1, 2, 7, 12, 13, 20):
+        token = int(sequence.tokens[anchor])
+        tokens, confidence = drafter.propose(sequence.hidden[done:anchor], anchor, token)
+        done = anchor
+        taught = make_batch([[t in (anchor, anchor + 1) for t in range(30)]])
+        taught.tokens[anchor + 1 : anchor + 5] = tokens
+        inputs = METHOD.prepare(taught, model.shape, 0).to(torch.device("cpu"))
+        assert inputs.anchors.tolist() == [anchor]
+        states = model.states(inputs, sequence.hidden, frozen.embedding)
+        embedding = model.markov_head.markov_w1(inputs.previous)[None]
+        features = model.markov_head(embedding, states[None])[0]
+        logits = states @ frozen.head.T + model.markov_head.markov_w2(features)
+        assert torch.equal(logits.argmax(1), tokens)
+        assert model.confidence_head is not None
+        expected = model.confidence_head(states, embedding[0]).sigmoid()
+        torch.testing.assert_close(confidence, expected.float())
+    assert drafter.context_length == 20
+
+
+def test_begin_forgets_the_context() -> None:
+    frozen = frozen_target()
+    model = METHOD.build(make_shape())
+    model.init_weights(0)
+    drafter, batch = METHOD.drafter(model.double(), frozen), make_batch([[1] * 9])
+    first = drafter.propose(batch.hidden[:5], 5, 3)
+    drafter.propose(batch.hidden[5:7], 7, 4)
+    drafter.begin()
+    again = drafter.propose(batch.hidden[:5], 5, 3)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_states_that_do_not_reach_the_anchor_are_refused() -> None:
+    frozen = frozen_target()
+    model = METHOD.build(make_shape())
+    drafter, batch = METHOD.drafter(model.double(), frozen), make_batch([[1] * 9])
+    with pytest.raises(ValueError, match="the anchor is at 6, but the context has 0 tokens and 5 new states"):
+        drafter.propose(batch.hidden[:5], 6, 3)
+
+
+def test_without_the_confidence_head_every_slot_is_certain() -> None:
+    frozen = frozen_target()
+    model = METHOD.build(make_shape(confidence={"enabled": False}))
+    model.init_weights(0)
+    _, confidence = METHOD.drafter(model.double(), frozen).propose(make_batch([[1] * 5]).hidden, 5, 3)
+    assert confidence.tolist() == [1.0] * 4
