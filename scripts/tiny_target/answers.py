@@ -1,12 +1,13 @@
 """The shipped chats: prompts of the generator, answered greedily by the tiny target itself.
 
-A draft learns to guess what its target says, so the answers must be the target's own. Invariant: the text of every
-kept answer tokenizes back to exactly the ids that the target chose, and ends with `<|im_end|>`.
+A draft learns to guess what its target says, so the answers must be the target's own. Invariant of a strict
+answerer: the text of every kept answer tokenizes back to exactly the ids that the target chose, and the
+target ended it itself.
 """
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,19 +15,10 @@ from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from tiny_target.chats import Chat, chats
 
-MAX_NEW_TOKENS = 192
-BATCH = 64
+BATCH = 128
+MOST_DROPPED = 8  # dropped chats for each one asked for
 
 Messages = list[dict[str, str]]
-
-
-@dataclass
-class Tally:
-    """What became of the prompts: chats kept, and those dropped with the reason."""
-
-    kept: int = 0
-    unended: int = 0
-    not_canonical: int = 0
 
 
 def distinct_chats(seed: int, taken: set[str]) -> Iterator[Chat]:
@@ -38,67 +30,86 @@ def distinct_chats(seed: int, taken: set[str]) -> Iterator[Chat]:
             yield chat
 
 
-@torch.inference_mode()
-def greedy_answers(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: list[Messages]
-) -> list[list[int]]:
-    """The answer ids of each prompt, `<|im_end|>` included where the model said it within `MAX_NEW_TOKENS`."""
-    batch = tokenizer.apply_chat_template(
-        prompts, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True,
-        tokenizer_kwargs={"padding_side": "left"},
-    )
-    output = model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    answers = output[:, batch["input_ids"].shape[1] :].tolist()
-    end = tokenizer.eos_token_id
-    return [ids[: ids.index(end) + 1] if end in ids else ids for ids in answers]
+@dataclass
+class Answerer:
+    """A target that answers chats, and the tally of the chats kept and dropped.
 
+    `strict` drops chats with an answer that does not end within `max_new_tokens` or does not tokenize back; a
+    barely trained target needs it off.
+    """
 
-def answer_chats(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: list[Chat], tally: Tally
-) -> list[Messages]:
-    """Replace the answers of `asked` by the model's; every turn sees the model's earlier answers."""
-    done: list[Messages] = [[] for _ in asked]
-    alive = list(range(len(asked)))
-    for position in range(max(len(chat.messages) for chat in asked)):
-        replying = []
-        for i in alive:
-            if position < len(asked[i].messages):
-                message = asked[i].messages[position]
-                if message["role"] == "assistant":
+    model: Qwen3ForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+    max_new_tokens: int
+    strict: bool
+    tally: dict[str, int] = field(default_factory=lambda: {"kept": 0, "not ended": 0, "not canonical": 0})
+
+    @torch.inference_mode()
+    def greedy(self, prompts: list[Messages]) -> list[list[int]]:
+        """The answer ids of each prompt, with the `<|im_end|>` that ends them unless they were cut."""
+        texts = [
+            self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            for prompt in prompts
+        ]
+        batch = self.tokenizer(
+            texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+        )
+        output = self.model.generate(  # ty: ignore[invalid-argument-type]
+            **batch, max_new_tokens=self.max_new_tokens, do_sample=False
+        )
+        answers = output[:, batch["input_ids"].shape[1] :].tolist()
+        end = self.tokenizer.eos_token_id
+        return [ids[: ids.index(end) + 1] if end in ids else ids for ids in answers]
+
+    def text(self, ids: list[int]) -> str | None:
+        """The text of an answer, or None where a strict answerer drops it."""
+        ended = ids[-1] == self.tokenizer.eos_token_id
+        said = ids[:-1] if ended else ids
+        text = str(self.tokenizer.decode(said))
+        canonical = self.tokenizer.encode(text, add_special_tokens=False) == said
+        if self.strict and not (ended and canonical):
+            self.tally["not canonical" if ended else "not ended"] += 1
+            return None
+        return text
+
+    def answer(self, asked: list[Chat]) -> list[Messages]:
+        """Replace the answers of `asked` by the target's; every turn sees the target's earlier answers."""
+        done: dict[int, Messages] = {i: [] for i in range(len(asked))}
+        for position in range(max(len(chat.messages) for chat in asked)):
+            replying = []
+            for i in done:
+                message = asked[i].messages[position] if position < len(asked[i].messages) else None
+                if message and message["role"] == "assistant":
                     replying.append(i)
-                else:
+                elif message:
                     done[i].append(message)
-        if not replying:
-            continue
-        for i, ids in zip(replying, greedy_answers(model, tokenizer, [done[i] for i in replying]), strict=True):
-            text = tokenizer.decode(ids[:-1])
-            ended = ids[-1] == tokenizer.eos_token_id
-            canonical = ended and tokenizer.encode(text, add_special_tokens=False) == ids[:-1]
-            tally.unended += not ended
-            tally.not_canonical += ended and not canonical
-            if canonical:
-                done[i].append({"role": "assistant", "content": text})
-            else:
-                alive.remove(i)
-    tally.kept += len(alive)
-    return [done[i] for i in alive]
+            if not replying:
+                continue
+            for i, ids in zip(replying, self.greedy([done[i] for i in replying]), strict=True):
+                text = self.text(ids)
+                if text is None:
+                    del done[i]
+                else:
+                    done[i].append({"role": "assistant", "content": text})
+        self.tally["kept"] += len(done)
+        return list(done.values())
 
+    def write(self, path: Path, count: int, source: Iterator[Chat], report: Callable[[int], None]) -> None:
+        """Write `count` answered chats, one JSON object a line; `report(lines written)` after each batch.
 
-def write_chats(
-    path: Path,
-    count: int,
-    source: Iterator[Chat],
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    report: Callable[[int], None],
-) -> Tally:
-    """Write `count` answered chats, one JSON object a line; calls `report(lines written)` after each batch."""
-    tally, written = Tally(), 0
-    with path.open("w", encoding="utf-8") as file:
-        while written < count:
-            asked = [next(source) for _ in range(min(BATCH, count - written))]
-            for messages in answer_chats(model, tokenizer, asked, tally):
-                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-                written += 1
-            report(written)
-    return tally
+        Raises `ValueError` where the target rarely ends its answers, instead of asking it for ever.
+        """
+        written = dropped = 0
+        with path.open("w", encoding="utf-8") as file:
+            while written < count:
+                asked = [next(source) for _ in range(min(BATCH, count - written))]
+                answered = self.answer(asked)
+                file.writelines(json.dumps({"messages": m}, ensure_ascii=False) + "\n" for m in answered)
+                written += len(answered)
+                dropped += len(asked) - len(answered)
+                report(written)
+                if dropped > MOST_DROPPED * count:
+                    raise ValueError(
+                        f"dropped {dropped} chats and kept {written} ({self.tally}), but {count} are "
+                        "required: train the target for more steps"
+                    )

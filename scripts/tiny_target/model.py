@@ -1,7 +1,7 @@
-"""The tiny target itself: a Qwen3 of 1.7 M parameters and the one loop that trains it.
+"""The tiny target itself: a Qwen3 of 1.2 M parameters and the one loop that trains it.
 
-The loss is the cross-entropy of the assistant's tokens only; what users say is not learnt, only read. Rows hold one
-chat each and are padded on the right, where causal attention never looks.
+The loss is the cross-entropy of the assistant's tokens only; what users say is only read. Rows hold one chat
+each and are padded on the right, where causal attention never looks.
 """
 
 import math
@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BatchEncoding,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tiny_target.chats import chats
 
@@ -18,13 +24,13 @@ PEAK_LR, WARMUP_STEPS, GROUP = 4e-3, 50, 16
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3ForCausalLM:
-    """Random weights (fp32). Two KV heads and a vocabulary of 16 x 64 let two tensor-parallel ranks share it."""
+    """Random fp32 weights; 2 KV heads and a vocabulary of 16 x 64 let two tensor-parallel ranks share it."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=6,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -41,20 +47,28 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3ForCausal
     return model
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
+) -> tuple[list[int], list[int]]:
     """Token ids and labels of one chat; labels are `IGNORED` outside the assistant's tokens."""
     encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert isinstance(encoded, BatchEncoding)
     ids = encoded["input_ids"]
     labels = [token if mine else IGNORED for token, mine in zip(ids, encoded["assistant_masks"], strict=True)]
     return ids, labels
 
 
-def training_batches(tokenizer: PreTrainedTokenizerBase, seed: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches (ids [B, L], labels [B, L]) of fresh chats, grouped by length to waste little padding."""
+def training_batches(
+    tokenizer: PreTrainedTokenizerBase, seed: int, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless (ids [B, L], labels [B, L]) of fresh chats, grouped by length to waste little padding."""
     stream = chats(seed)
     generator = torch.Generator().manual_seed(seed)
     while True:
-        group = sorted((encode_chat(tokenizer, next(stream).messages) for _ in range(GROUP * batch_size)), key=lambda r: len(r[0]))
+        group = sorted(
+            (encode_chat(tokenizer, next(stream).messages) for _ in range(GROUP * batch_size)),
+            key=lambda r: len(r[0]),
+        )
         for start in torch.randperm(GROUP, generator=generator).tolist():
             rows = group[start * batch_size : (start + 1) * batch_size]
             width = max(len(ids) for ids, _ in rows)
@@ -79,22 +93,26 @@ def train_model(
     seed: int,
     steps: int,
     batch_size: int,
+    device: str,
     report: Callable[[int, float], None],
 ) -> Qwen3ForCausalLM:
-    """Train from scratch for `steps` optimizer steps; calls `report(step, loss)` after each; returns bf16 weights."""
-    model = build_model(tokenizer, seed).train()
+    """Train from scratch in fp32, call `report(step, loss)` after each step, and return bf16 weights."""
+    model = build_model(tokenizer, seed).to(device).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.98),
+    )
     batches = training_batches(tokenizer, seed, batch_size)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         ids, labels = next(batches)
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss = model(input_ids=ids.to(device), labels=labels.to(device), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         report(step + 1, loss.item())
-    return model.eval().to(torch.bfloat16)
+    return model.eval().to("cpu", torch.bfloat16)

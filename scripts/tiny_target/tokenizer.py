@@ -1,12 +1,13 @@
 """The tiny target's tokenizer: byte-level BPE with 1,024 entries and a ChatML template.
 
-Invariant: normaliser and pre-tokenizer are those of `Qwen2Tokenizer`, because transformers rebuilds them from the
-class whenever the model is a Qwen3; any others would tokenize differently after loading. `<|mask|>` is reserved for
-draft models: no text produces it.
+Invariant: normaliser and pre-tokenizer are those of `Qwen2Tokenizer`, because transformers rebuilds them from
+the class whenever the model is a Qwen3; any others would tokenize differently after loading. `<|mask|>` is
+reserved for draft models: no text produces it.
 """
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from tokenizers import pre_tokenizers
 from tokenizers.trainers import BpeTrainer
@@ -35,7 +36,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str]) -> Qwen2Tokenizer:
-    """Learn the merges from `texts`; the same texts in the same order give the same tokenizer, byte for byte."""
+    """Learn the merges from `texts`; the same texts give the same tokenizer, byte for byte."""
     backend = Qwen2Tokenizer().backend_tokenizer
     trainer = BpeTrainer(
         vocab_size=VOCABULARY,
@@ -45,10 +46,10 @@ def train_tokenizer(texts: Iterable[str]) -> Qwen2Tokenizer:
     )
     backend.train_from_iterator(texts, trainer)
     model = json.loads(backend.to_str())["model"]
+    merges: Any = [tuple(merge) for merge in model["merges"]]  # what BPE takes, though the class asks for str
     return Qwen2Tokenizer(
         vocab=model["vocab"],
-        merges=[tuple(merge) for merge in model["merges"]],
-        unk_token=None,
+        merges=merges,
         eos_token=END,
         pad_token=PAD,
         mask_token=MASK,
