@@ -1,1 +1,1 @@
-"""specforge_launch."""
+"""The `specforge-launch` command: plan, run, evaluate, export and report. Importing it loads no torch."""

@@ -1,0 +1,166 @@
+"""The colocated run: each rank captures with its share of the target, trains its share of the draft.
+
+    prompts -> capture (target) -> train (draft) -> measure (both) -> export
+
+Order matters twice. Prompts are prepared before the process group starts, so that no collective waits for the
+one rank that builds the cache. Checkpoints are opened before the stream, which starts at the step they hold.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from specforge_capture.prompts.plan import PromptPlan
+from specforge_capture.stream import LocalRolloutStream
+from specforge_capture.targets.hf import HFTarget
+from specforge_config.run import RunConfig
+from specforge_launch.drafts import check_exported
+from specforge_launch.measure import Evaluator, load_counts, number, save_counts
+from specforge_launch.plan import outputs_of
+from specforge_launch.resolve import resolve
+from specforge_launch.run_folder import RunFolder
+from specforge_train.checkpoint import Checkpoints
+from specforge_train.decode import DecodeCounts
+from specforge_train.export.sglang import export_sglang
+from specforge_train.frozen import load_frozen
+from specforge_train.parallel import World, compute_dtype, full_state, start_world
+from specforge_train.registry import get_method
+from specforge_train.trainer import Trainer, TrainSummary
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def run(config: RunConfig, started: float) -> None:
+    """One rank's whole run.
+
+    Args:
+        config: the run.
+        started: when the launcher was called, in seconds since the epoch.
+    """
+    folder = RunFolder(config.folder)
+    report = reporter(folder, main=int(os.environ.get("RANK", 0)) == 0)
+    report({"stage": "prompts"})
+    resolved = resolve(config)
+    prompts = resolved.prompts(
+        lambda rows, share: report({"stage": "prompts", "done": round(100 * share), "total": 100})
+    )
+    plan = PromptPlan.of_run(config, len(prompts), prompts.fingerprint)
+
+    report({"stage": "target"})
+    topology, target_config = config.topology, config.target
+    world = start_world(config.deployment.trainer, topology, config.training.sharding)
+    checkpoints = Checkpoints(
+        folder.path,
+        world,
+        plan.record(),
+        resolved.spec,
+        keep=config.training.keep_checkpoints,
+        resume=config.training.resume,
+    )
+    target = HFTarget(target_config.path, resolved.spec, world.device, resolved.special.stop)
+    island, place = topology.island_of(world.rank)
+    stream = LocalRolloutStream(target, prompts, plan, island=island, rank=place, start_step=checkpoints.step)
+    frozen = load_frozen(
+        target_config.path,
+        embedding_key=target_config.embedding_key,
+        head_key=target_config.head_key,
+        dtype=compute_dtype(config.training.dtype, world.device),
+        device=world.device,
+    )
+    method = get_method(config.draft.method)
+    evaluator = Evaluator.of_run(resolved, target, method, frozen, world)
+    trainer = Trainer(
+        config,
+        method,
+        method.resolve(config.draft, resolved.target, resolved.mask_token_id),
+        frozen,
+        stream,
+        world,
+        checkpoints,
+        min(plan.total_steps, config.training.max_steps or plan.total_steps),
+        evaluate=evaluator.while_training if evaluator.prompts else None,
+        report=report,
+    )
+    finish(trainer, evaluator, world, folder, report, started)
+    world.close()
+
+
+def finish(
+    trainer: Trainer, evaluator: Evaluator, world: World, folder: RunFolder, report: Report, started: float
+) -> None:
+    """Measure, train, measure again, export and sum up; leave early once a stop is asked for."""
+
+    def measured(stage: str) -> DecodeCounts | None:
+        every = world.size
+        return evaluator.over_world(
+            trainer.draft(),
+            world,
+            folder.stop,
+            lambda d, n: report({"stage": stage, "done": d * every, "total": n * every}),
+        )
+
+    resolved = evaluator.resolved
+    if trainer.step == 0 and evaluator.prompts:
+        untrained = measured("untrained")
+        if untrained is None:
+            return report({"stage": "stopped", "step": 0})
+        world.on_main(lambda: save_counts(untrained, resolved, folder.untrained))
+    training = trainer.train()
+    if training.stopped:
+        return report({"stage": "stopped", "step": training.steps})
+    trained = measured("evaluate") if evaluator.prompts else None
+    if evaluator.prompts and trained is None:
+        return report({"stage": "stopped", "step": training.steps})
+    report({"stage": "export"})
+    state = full_state(trainer.model)
+
+    def write() -> None:
+        export_sglang(state, trainer.shape, folder.export)
+        check_exported(resolved, folder.export)
+        summary = summarize(resolved.config, training, load_counts(resolved, folder.untrained), trained)
+        summary["seconds"] = time.time() - started
+        folder.summary.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+
+    world.on_main(write)
+    report({"stage": "done", "step": training.steps})
+
+
+def summarize(
+    config: RunConfig, training: TrainSummary, untrained: DecodeCounts | None, trained: DecodeCounts | None
+) -> dict[str, Any]:
+    """The table at the end of a run; `None` where nothing was measured."""
+    paths = outputs_of(config.folder)
+    return {
+        "name": config.name,
+        "tau_untrained": number(untrained.tau) if untrained else None,
+        "tau_trained": number(trained.tau) if trained else None,
+        "accept_by_slot": [number(share) for share in trained.accept_by_slot] if trained else None,
+        "accept_by_slot_untrained": [number(share) for share in untrained.accept_by_slot]
+        if untrained
+        else None,
+        "lossless_identical": trained.identical if trained else None,
+        "lossless_total": trained.total if trained else None,
+        "samples_per_s": training.samples_per_s,
+        "share_capture": training.share_capture,
+        "share_train": training.share_train,
+        "share_bubble": training.share_bubble,
+        "steps": training.steps,
+        "samples": training.samples,
+        "paths": {
+            "checkpoint": str(training.checkpoint),
+            "exported draft": paths["export"],
+            "metrics": paths["metrics"],
+            "summary": paths["summary"],
+            "report": paths["report"],
+        },
+    }
+
+
+def reporter(folder: RunFolder, *, main: bool) -> Report:
+    """Appends events to the run's `progress.jsonl`; only rank 0 does."""
+    if not main:
+        return lambda event: None
+    file = folder.progress.open("a", buffering=1)
+    return lambda event: print(json.dumps(event), file=file)

@@ -1,0 +1,162 @@
+"""Finding a trained draft again: by its recipe, by its run's folder, or by its exported folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specforge_capture.targets.hf import HFTarget
+from specforge_config.loading import load_run
+from specforge_config.run import RunConfig
+from specforge_launch import recipe as recipes
+from specforge_launch.measure import Evaluator, measurement
+from specforge_launch.resolve import Resolved, resolve
+from specforge_launch.run_folder import RunFolder
+from specforge_train.export.sglang import check_export, export_sglang, load_exported
+from specforge_train.frozen import load_frozen
+from specforge_train.methods.base import DraftShape
+from specforge_train.registry import get_method
+from specforge_train.weights import read_weights
+
+
+@dataclass(frozen=True)
+class FoundDraft:
+    """A draft on the host."""
+
+    name: str
+    config: RunConfig
+    shape: DraftShape[Any]
+    state: dict[str, Tensor]
+
+
+def find_run(source: str, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run, named by its folder or its recipe.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    resolved = RunFolder(source).resolved
+    return load_run(resolved if resolved.is_file() else recipes.find(source), overrides)
+
+
+def find_draft(
+    source: str,
+    overrides: Sequence[str],
+    *,
+    checkpoint: str | None,
+    target: str | None,
+    prompts: Sequence[str],
+) -> FoundDraft:
+    """The draft that `source` names, with the run that measures it.
+
+    Args:
+        source: a recipe, a run's folder or an exported draft.
+        overrides: `section.key=value` each.
+        checkpoint: name of one of the run's checkpoints; the newest whole one by default.
+        target: the target's folder, for an exported draft outside of a run's folder.
+        prompts: evaluation prompts in place of the run's.
+
+    Raises:
+        ValueError: if there is no such draft, or nothing to measure it with.
+    """
+    folder = Path(source)
+    exported = (folder / "config.json").is_file()
+    if exported:
+        config = _config_of_export(folder, overrides, target, prompts)
+        shape, state = load_exported(folder)
+        layers = {"target_layer_ids": shape.layer_ids, "mask_token_id": shape.mask_token_id}
+        config = config.model_copy(update={"draft": shape.config.model_copy(update=layers)})
+        name = source
+    else:
+        config = find_run(source, overrides)
+        path = checkpoint_path(config, checkpoint)
+        shape, state, name = shape_of(resolve(config)), read_weights(path), str(path)
+    if prompts:
+        config = config.model_copy(
+            update={"evaluation": config.evaluation.model_copy(update={"prompts": tuple(prompts)})}
+        )
+    if not config.evaluation.prompts:
+        raise ValueError("nothing to decode: set evaluation.prompts in the recipe, or pass --prompts")
+    return FoundDraft(name, config, shape, state)
+
+
+def measure_draft(draft: FoundDraft) -> dict[str, Any]:
+    """Decode all evaluation prompts with a draft, on this machine's first device. Returns plain values."""
+    config, method = draft.config, get_method(draft.config.draft.method)
+    resolved = resolve(config)
+    on_gpu = config.deployment.trainer.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    target = HFTarget(config.target.path, resolved.spec, device, resolved.special.stop)
+    keys = {"embedding_key": config.target.embedding_key, "head_key": config.target.head_key}
+    frozen = load_frozen(config.target.path, **keys, dtype=dtype, device=device)
+    model = method.build(draft.shape)
+    model.load_state_dict(draft.state)
+    evaluator = Evaluator.of_run(resolved, target, method, frozen)
+    counts = evaluator.share(model.to(device, dtype).eval(), evaluator.prompts)
+    return {"draft": draft.name, "target": config.target.path, **measurement(counts)}
+
+
+def export_checkpoint(config: RunConfig, checkpoint: str | None, folder: Path) -> None:
+    """Write a run's checkpoint to `folder` as SGLang reads it, and check it.
+
+    Raises:
+        ValueError: if there is no such checkpoint, or it is not the draft that the configuration describes.
+    """
+    path = checkpoint_path(config, checkpoint)
+    resolved = resolve(config)
+    export_sglang(read_weights(path), shape_of(resolved), folder)
+    check_exported(resolved, folder)
+
+
+def check_exported(resolved: Resolved, folder: Path) -> None:
+    """Check that an export is complete and names the layers and the mask token of the run's capture.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    served = check_export(folder)
+    wanted = {"target_layer_ids": resolved.spec.layer_ids, "mask_token_id": resolved.mask_token_id}
+    found = {"target_layer_ids": served.layer_ids, "mask_token_id": served.mask_token_id}
+    if found != wanted:
+        raise ValueError(
+            f"{folder} was exported for {found}, but the run captures with {wanted}: export it again"
+        )
+
+
+def shape_of(resolved: Resolved) -> DraftShape[Any]:
+    """The sizes of a run's draft."""
+    draft = resolved.config.draft
+    return get_method(draft.method).resolve(draft, resolved.target, resolved.mask_token_id)
+
+
+def checkpoint_path(config: RunConfig, name: str | None) -> Path:
+    """A checkpoint of a run, or the run's folder, which stands for its newest whole one.
+
+    Raises:
+        ValueError: listing the checkpoints there are.
+    """
+    folder = RunFolder(config.folder)
+    if name is None:
+        return folder.path
+    path = folder.checkpoints / name
+    if not path.is_dir():
+        there = ", ".join(sorted(p.name for p in folder.checkpoints.glob("step-*"))) or "none"
+        raise ValueError(f"no checkpoint {name} in {folder.checkpoints}; there: {there}")
+    return path
+
+
+def _config_of_export(
+    folder: Path, overrides: Sequence[str], target: str | None, prompts: Sequence[str]
+) -> RunConfig:
+    beside = RunFolder(folder.parent).resolved
+    if beside.is_file():
+        return load_run(beside, [*overrides, *([f"target.path={target}"] if target else [])])
+    if target is None:
+        raise ValueError(
+            f"{folder} lies in no run's folder: name its target with --target and prompts with --prompts"
+        )
+    return RunConfig.model_validate({"target": {"path": target}, "data": {"train": list(prompts)}})

@@ -1,0 +1,140 @@
+"""Measuring a draft by speculative decoding on held-out prompts, spread over the ranks of a run.
+
+Rank r decodes prompts r, r + size, …; counts are summed over the world before any ratio is formed.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specforge_capture.prompts.evaluation import load_eval_prompts
+from specforge_capture.targets.hf import HFTarget
+from specforge_launch.resolve import Resolved
+from specforge_train.decode import DecodeCounts, evaluate
+from specforge_train.frozen import FrozenTarget
+from specforge_train.methods.base import DraftModel, Method
+from specforge_train.parallel import World
+
+Progress = Callable[[int, int], None]
+"""Called with the prompts that this rank has decoded and those it has to."""
+
+
+class StopRequested(Exception):
+    """A stop was asked for while prompts were decoded."""
+
+
+@dataclass
+class Evaluator:
+    """Decodes the evaluation prompts of a run with whatever draft it is given."""
+
+    resolved: Resolved
+    target: HFTarget
+    method: Method
+    frozen: FrozenTarget
+    prompts: list[Tensor]
+    """[S] int64 each."""
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of_run(
+        cls,
+        resolved: Resolved,
+        target: HFTarget,
+        method: Method,
+        frozen: FrozenTarget,
+        world: World | None = None,
+    ) -> "Evaluator":
+        """Read the prompts that `evaluation` names."""
+        settings = resolved.config.evaluation
+        loaded = load_eval_prompts(settings.prompts, resolved.renderer, settings.max_prompts)
+        place = (world.rank, world.size) if world else (0, 1)
+        return cls(resolved, target, method, frozen, [prompt.input_ids for prompt in loaded], *place)
+
+    def share(
+        self,
+        draft: DraftModel,
+        prompts: Sequence[Tensor],
+        on_prompt: Callable[[DecodeCounts], None] | None = None,
+    ) -> DecodeCounts:
+        """Decode this rank's share of `prompts`."""
+        return evaluate(
+            self.target,
+            self.method.drafter(draft, self.frozen),
+            prompts[self.rank :: self.size],
+            self.resolved.config.evaluation.max_new_tokens,
+            self.resolved.special.stop,
+            on_prompt,
+        )
+
+    def while_training(self, draft: DraftModel) -> DecodeCounts:
+        """This rank's share of the first `evaluation.interval_prompts` prompts."""
+        return self.share(draft, self.prompts[: self.resolved.config.evaluation.interval_prompts])
+
+    def over_world(
+        self, draft: DraftModel, world: World, stop: Path, progress: Progress = lambda done, total: None
+    ) -> DecodeCounts | None:
+        """Counts of all prompts over the world; None on every rank once `stop` exists. A collective."""
+        own = len(self.prompts[self.rank :: self.size])
+
+        def on_prompt(counts: DecodeCounts) -> None:
+            progress(counts.total, own)
+            if stop.exists():
+                raise StopRequested
+
+        progress(0, own)
+        counts, stopped = DecodeCounts.zeros(self.method.drafter(draft, self.frozen).block_size), 0.0
+        try:
+            counts = self.share(draft, self.prompts, on_prompt)
+        except StopRequested:
+            stopped = 1.0
+        vector = torch.cat([counts.to_vector(), torch.tensor([stopped], dtype=torch.float64)]).to(
+            world.device
+        )
+        world.sum_(vector)
+        return None if vector[-1] else DecodeCounts.from_vector(vector[:-1].cpu())
+
+
+def save_counts(counts: DecodeCounts, resolved: Resolved, path: Path) -> None:
+    """Keep counts with the settings they were measured under."""
+    settings = resolved.config.evaluation.model_dump(mode="json")
+    staged = path.with_suffix(".new")
+    staged.write_text(json.dumps({"settings": settings, "counts": asdict(counts)}))
+    staged.replace(path)
+
+
+def load_counts(resolved: Resolved, path: Path) -> DecodeCounts | None:
+    """Counts that were kept; None where there are none under the present settings."""
+    if not path.is_file():
+        return None
+    kept = json.loads(path.read_text())
+    return (
+        DecodeCounts(**kept["counts"])
+        if kept["settings"] == resolved.config.evaluation.model_dump(mode="json")
+        else None
+    )
+
+
+def number(value: float) -> float | None:
+    """A ratio as JSON: none where nothing was counted."""
+    return None if isnan(value) else value
+
+
+def measurement(counts: DecodeCounts) -> dict[str, Any]:
+    """Counts as the ratios that people read."""
+    return {
+        "tau": number(counts.tau),
+        "accept_by_slot": [number(share) for share in counts.accept_by_slot],
+        "lossless_identical": counts.identical,
+        "lossless_total": counts.total,
+        "tokens": counts.tokens,
+        "rounds": counts.rounds,
+        "seconds_speculative": counts.seconds_speculative,
+        "seconds_greedy": counts.seconds_greedy,
+    }

@@ -1,0 +1,141 @@
+"""The predicted peak of memory a rank, by part: arithmetic over shapes, without torch or a weight.
+
+Sharding of the draft with P parameters over S shards (FSDP2; fp32 master weights, gradients and two Adam
+moments): `no_shard` and `S = 1` keep all 16 P bytes on a rank; otherwise 16 P / S stay and a working copy in
+the computation's type is gathered, whole with `grad_op` and two layers at a time with `full` and `hybrid`.
+
+Notation: T tokens of a micro-step on a rank, M drafted slots, H hidden, V vocabulary, K captured layers.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specforge_config.draft import BlockDraft, DSparkConfig, default_layer_ids
+from specforge_config.run import RunConfig
+from specforge_config.target import TargetShape
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank at its peak."""
+
+    parts: dict[str, int]
+    """Bytes of each part."""
+    capacity: int | None
+    """Bytes that the device has for this rank; None where unknown."""
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+    def to_json(self) -> dict[str, object]:
+        """The plan with its total, in bytes."""
+        return {"parts": self.parts, "total": self.total, "capacity": self.capacity}
+
+
+@dataclass(frozen=True)
+class DraftSizes:
+    """Sizes of a block draft with the target's filled in where the configuration leaves them out."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    captured: int
+    vocabulary: int
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer: attention with q/k norms, SwiGLU, two norms."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads) + 2 * self.head_dim
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def backbone_parameters(self) -> int:
+        """Parameters of the projection, its norm, the layers and the final norm."""
+        return self.captured * self.hidden**2 + 2 * self.hidden + self.layers * self.layer_parameters
+
+
+def draft_sizes(draft: BlockDraft, target: TargetShape) -> DraftSizes:
+    """Sizes of `draft` for `target`."""
+    ids = draft.target_layer_ids
+    return DraftSizes(
+        hidden=target.hidden_size,
+        intermediate=draft.intermediate_size or target.intermediate_size,
+        heads=draft.num_heads or target.num_heads,
+        kv_heads=draft.num_kv_heads or target.num_kv_heads,
+        head_dim=draft.head_dim or target.head_dim,
+        layers=draft.num_layers,
+        captured=len(ids if ids is not None else default_layer_ids(target.num_layers)),
+        vocabulary=target.vocab_size,
+    )
+
+
+def draft_parameters(draft: BlockDraft, target: TargetShape) -> int:
+    """Number of trained parameters of a draft."""
+    sizes = draft_sizes(draft, target)
+    if not isinstance(draft, DSparkConfig):
+        return sizes.backbone_parameters
+    hidden, rank = sizes.hidden, draft.markov.rank
+    joint = {"vanilla": 0, "gated": (hidden + rank + 1) * rank, "rnn": (hidden + 2 * rank + 1) * 3 * rank}[
+        draft.markov.head
+    ]
+    width = hidden + (rank if draft.confidence.with_markov else 0)
+    confidence = width + 1 if draft.confidence.enabled else 0
+    return sizes.backbone_parameters + 2 * sizes.vocabulary * rank + joint + confidence
+
+
+def target_bytes(config: RunConfig, target: TargetShape) -> int:
+    """Bytes of the whole target: its weight files scaled to `target.dtype`; without files, its shape."""
+    width = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
+    stored = sum(path.stat().st_size for path in Path(config.target.path).glob("*.safetensors"))
+    if stored and config.engine.load_format == "auto":
+        return stored * width // BYTES[target.dtype]
+    return target.parameters() * width
+
+
+def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: int | None) -> MemoryPlan:
+    """The peak of one rank.
+
+    Args:
+        config: the run.
+        target: the target's shape.
+        on_gpu: whether ranks compute on GPUs.
+        capacity: bytes that a rank's device has.
+    """
+    draft = config.draft
+    if not isinstance(draft, BlockDraft):
+        raise ValueError(f"not implemented yet: the memory of draft.method {draft.method}")
+    sizes, parameters = draft_sizes(draft, target), draft_parameters(draft, target)
+    state = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
+    compute = {"auto": 2 if on_gpu else 4, "float32": 4, "bfloat16": 2}[config.training.dtype]
+    shards = config.topology.mesh_shape(config.training.sharding)[1]
+    gathered = 0
+    if shards > 1:
+        gathered = parameters if config.training.sharding == "grad_op" else 2 * sizes.layer_parameters
+    elif compute != 4:
+        gathered = parameters
+    samples = config.batches.batch_size
+    tokens, slots = samples * config.data.max_length, samples * draft.num_anchors * draft.block_size
+    width = sizes.head_dim * (sizes.heads + 2 * sizes.kv_heads)
+    context = sizes.hidden + sizes.layers * 2 * sizes.kv_heads * sizes.head_dim
+    block = sizes.layers * (6 * sizes.hidden + 2 * width + 4 * sizes.intermediate)
+    vocabulary = (1 if target.tied_head else 2) * target.vocab_size * target.hidden_size
+    parts = {
+        "target weights": target_bytes(config, target) // config.topology.tp_size,
+        "frozen embedding and head": vocabulary * compute,
+        "draft master weights": 4 * parameters // shards,
+        "draft gradients": 4 * parameters // shards,
+        "optimizer states": 8 * parameters // shards,
+        "gathered draft weights": gathered * compute,
+        "features of one staged batch": tokens * (sizes.captured + 1) * sizes.hidden * state,
+        "target activations": tokens * (6 * target.hidden_size + 3 * target.intermediate_size) * state,
+        "draft activations": (tokens * context + slots * block) * compute,
+        "draft and teacher logits": slots * sizes.vocabulary * 4 * (1 if on_gpu else 3),
+    }
+    return MemoryPlan(parts, capacity)

@@ -1,0 +1,102 @@
+"""Shows a run while it lasts: a bar on a terminal, plain lines elsewhere.
+
+Ranks write events to `progress.jsonl`: `{"stage": name, "step" or "done": so many, "total": of all, …}`. This
+reads them.
+"""
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+STAGES = {
+    "start": "starting the ranks",
+    "prompts": "preparing prompts",
+    "target": "loading the target",
+    "untrained": "measuring the untrained draft",
+    "train": "training",
+    "evaluate": "evaluating",
+    "export": "exporting",
+}
+_PLAIN_SECONDS = 10.0
+
+
+def numbers(event: dict[str, Any]) -> str:
+    """The measured part of a training event: loss, τ, speed."""
+    shown = {
+        "loss": ("loss", "{:.3f}"),
+        "tau_estimate": ("τ̂", "{:.2f}"),
+        "samples_per_s": ("samples/s", "{:.1f}"),
+    }
+    present = ((name, style, event.get(key)) for key, (name, style) in shown.items())
+    return "  ".join(f"{name} {style.format(value)}" for name, style, value in present if value is not None)
+
+
+class View:
+    """Draws events until it is closed."""
+
+    def __init__(self, console: Console) -> None:
+        """Draw on `console`."""
+        self._console = console
+        self._stage = ""
+        self._last_line = 0.0
+        self._seen: dict[str, Any] = {}
+        self._task: TaskID | None = None
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> "View":
+        """Start drawing."""
+        self._bar.start()
+        self.show({"stage": "start"})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the bar."""
+        self._bar.stop()
+
+    def show(self, event: dict[str, Any]) -> None:
+        """Draw one event."""
+        stage, step, total = event["stage"], event.get("done", event.get("step", 0)), event.get("total")
+        if stage not in STAGES:
+            return
+        if event.get("tau") is not None:
+            return self.message(f"step {step}: τ {event['tau']:.2f} measured")
+        self._seen = {**self._seen, **event} if stage == self._stage else event
+        text = numbers(self._seen)
+        if self._console.is_terminal:
+            if stage != self._stage and self._task is not None:
+                self._bar.remove_task(self._task)
+                self._task = None
+            if self._task is None:
+                self._task = self._bar.add_task(STAGES[stage], total=total, completed=step, numbers=text)
+            self._bar.update(self._task, completed=step, total=total, numbers=text)
+        elif stage != self._stage or step == total or time.monotonic() - self._last_line > _PLAIN_SECONDS:
+            count = f"  {step}/{total}" if total else ""
+            self._console.print(f"{STAGES[stage]}{count}  {text}".rstrip(), highlight=False)
+            self._last_line = time.monotonic()
+        self._stage = stage
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, markup=False, highlight=False)

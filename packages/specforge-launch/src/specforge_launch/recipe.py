@@ -1,0 +1,68 @@
+"""Recipes: a recipe is named by its path, or by its name where it is shipped with the package."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+SHIPPED = (Path(__file__).parent / "recipes").resolve()
+
+
+def shipped() -> dict[str, Path]:
+    """Name -> path of the shipped recipes."""
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
+
+
+def find(recipe: str) -> Path:
+    """The path of `recipe`: a file, or the name of a shipped one.
+
+    Raises:
+        ValueError: if there is neither.
+    """
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    known = shipped()
+    if recipe in known:
+        return known[recipe]
+    raise ValueError(
+        f"no recipe {recipe!r}: required the path of a YAML file or one of {', '.join(known) or 'none'}"
+    )
+
+
+def summary(path: Path) -> str:
+    """The first comment line of a recipe, which says what it does."""
+    first = path.read_text().partition("\n")[0]
+    return first.lstrip("# ").strip() if first.startswith("#") else ""
+
+
+def copy(name: str, folder: Path) -> list[Path]:
+    """Copy a recipe and the files beside it that it names into `folder`, so that the copy runs as it is.
+
+    Raises:
+        ValueError: if the recipe is unknown or a file is in the way.
+    """
+    import yaml
+
+    source = find(name)
+    named = {text for text in _strings(yaml.safe_load(source.read_text())) if (source.parent / text).exists()}
+    relative = [Path(source.name), *(Path(text) for text in sorted(named) if not Path(text).is_absolute())]
+    if taken := [str(folder / path) for path in relative if (folder / path).exists()]:
+        raise ValueError(f"not copied: {', '.join(taken)} exists; choose another folder")
+    for path in relative:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        if (source.parent / path).is_dir():
+            shutil.copytree(source.parent / path, folder / path)
+        else:
+            shutil.copyfile(source.parent / path, folder / path)
+    return [folder / path for path in relative]
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _strings(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _strings(part)

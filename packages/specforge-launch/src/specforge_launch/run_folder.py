@@ -1,0 +1,99 @@
+"""The output folder of a run: its files, and the lock that lets one launcher a node work in it."""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+_LOCK_SECONDS = 5.0  # the ranks of a launcher that was killed a moment ago hold the lock until they are gone
+
+
+class RunFolder:
+    """Paths of a run."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Name the files of the run in `path`; nothing is made."""
+        self.path = Path(path)
+        self.resolved = self.path / "resolved.yaml"
+        self.progress = self.path / "progress.jsonl"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+        self.report = self.path / "report.html"
+        self.untrained = self.path / "untrained.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.export = self.path / "export"
+        self.errors = self.path / "errors"
+        self.logs = self.path / "logs"
+        self.stop = self.path / "stop"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a run could go on from here."""
+        return any(self.checkpoints.glob("step-*"))
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """The table of a finished run."""
+        return json.loads(self.summary.read_text()) if self.summary.is_file() else None
+
+    def clear(self) -> None:
+        """Remove what an earlier launch left for its own launcher: its stop request, errors and progress."""
+        shutil.rmtree(self.errors, ignore_errors=True)
+        for path in (self.stop, self.progress):
+            path.unlink(missing_ok=True)
+        for path in (self.errors, self.logs):
+            path.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def lock(self, node: int) -> Generator[IO[str], None, None]:
+        """Hold this node's lock on the folder. It ends with the last process that has the file open.
+
+        Raises:
+            ValueError: if another launcher holds it, naming its process.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / f"lock.node{node}", "a+") as file:
+            deadline = time.monotonic() + _LOCK_SECONDS
+            while not _locked(file):
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise ValueError(
+                        f"{self.path} is in use by the run of process {file.read().strip() or '?'}: "
+                        "wait for it, stop it, or set output_dir to another folder"
+                    )
+                time.sleep(0.1)
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield file
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class Follower:
+    """Reads what is appended to a file, whole lines only."""
+
+    def __init__(self, path: Path) -> None:
+        """Start at the present end of `path`, which may not exist yet."""
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def lines(self) -> list[str]:
+        """The lines that were finished since the last call."""
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole + newline)
+        return whole.decode(errors="replace").splitlines() if newline else []

@@ -1,0 +1,124 @@
+"""Tables for people: a plan, the summary of a run, a report of prepared prompts."""
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+
+from specforge_launch.plan import RunPlan
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes with the unit that keeps it short."""
+    power = 0
+    while count >= 1024 and power < len(_UNITS) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.0f} {_UNITS[power]}" if power == 0 else f"{count:.1f} {_UNITS[power]}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks as ranges: `0-3, 6`."""
+    runs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+
+
+def _two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False
+    )
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def plan_tables(plan: RunPlan) -> list[Table]:
+    """A plan as tables: the run, its memory, its outputs."""
+    steps, meeting, memory = plan.steps, plan.rendezvous, plan.memory
+    nodes = {process.node for process in plan.processes}
+    devices = {process.device.partition(":")[0] for process in plan.processes}
+    run = [
+        ("deployment", plan.mode),
+        ("world", f"{plan.world_size} rank(s) on {len(nodes)} node(s), {', '.join(devices)}"),
+        (
+            "islands",
+            f"{len(plan.islands)} of {plan.tp_size} rank(s): {' | '.join(map(ranks_text, plan.islands))}",
+        ),
+        ("draft", f"{plan.mesh[0]} replica(s) x {plan.mesh[1]} shard(s)"),
+        ("rendezvous", f"{meeting.backend} {meeting.endpoint} ({meeting.run_id})"),
+        ("threads", f"{plan.threads_per_rank} a rank"),
+        ("engine", ", ".join(f"{name}={value}" for name, value in plan.engine_args.items())),
+        ("rows", f"{steps.rows}, before unusable ones are dropped"),
+        ("steps", f"{steps.total_steps} ({steps.steps_per_epoch} an epoch)"),
+        (
+            "batch",
+            f"{steps.global_batch_size} = {plan.world_size} rank(s) x {steps.samples_per_rank} sample(s) "
+            f"x {steps.accumulation} micro-step(s)",
+        ),
+    ]
+    parts = [(name, bytes_text(size)) for name, size in memory.parts.items() if size]
+    limit = "" if memory.capacity is None else f" of {bytes_text(memory.capacity)}"
+    parts.append(("total", bytes_text(memory.total) + limit))
+    return [
+        _two_columns(f"plan of {plan.name}", run),
+        _two_columns("predicted peak a rank", parts),
+        _two_columns("outputs", plan.outputs.items()),
+    ]
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """`summary.json` as (name, text) rows; empty for an empty summary."""
+    if not summary:
+        return []
+    rows = []
+    if summary.get("tau_trained") is not None:
+        slots = slots_text(summary["accept_by_slot"])
+        rows += [
+            ("acceptance length τ, untrained", f"{summary['tau_untrained']:.2f} tokens a round"),
+            ("acceptance length τ, trained", f"{summary['tau_trained']:.2f} tokens a round"),
+            ("acceptance by slot", slots),
+            ("lossless", lossless_text(summary["lossless_identical"], summary["lossless_total"])),
+        ]
+    shares = (f"{summary['share_' + part]:.0%} {part}" for part in ("capture", "train", "bubble"))
+    rows += [
+        ("steps", str(summary["steps"])),
+        ("samples/s", f"{summary['samples_per_s']:.1f}"),
+        ("a step's time", " / ".join(shares)),
+        ("seconds in all", f"{summary['seconds']:.0f}"),
+    ]
+    return rows + [(name, path) for name, path in summary["paths"].items()]
+
+
+def slots_text(shares: Iterable[float | None]) -> str:
+    """Acceptance by slot; a dash where no slot was drafted."""
+    return "  ".join("-" if share is None else f"{share:.2f}" for share in shares)
+
+
+def lossless_text(identical: int, total: int) -> str:
+    """The lossless count in words."""
+    return f"{identical} of {total} greedy outputs identical to the target's own"
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The table at the end of a run."""
+    return _two_columns(f"{summary['name']}: done", summary_rows(summary))
+
+
+def measurement_table(result: dict[str, Any]) -> Table:
+    """What `evaluate` measured."""
+    slots = slots_text(result["accept_by_slot"])
+    tau = "-" if result["tau"] is None else f"{result['tau']:.2f} tokens a round"
+    rows = [
+        ("draft", result["draft"]),
+        ("target", result["target"]),
+        ("acceptance length τ", tau),
+        ("acceptance by slot", slots),
+        ("lossless", lossless_text(result["lossless_identical"], result["lossless_total"])),
+        ("tokens", f"{result['tokens']} in {result['rounds']} rounds"),
+    ]
+    return _two_columns("speculative decoding", rows)

@@ -1,0 +1,85 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from specforge_config.run import RunConfig
+from specforge_config.target import TargetShape, read_target_shape
+from specforge_launch.memory import MemoryPlan, draft_parameters, predict
+from specforge_train.registry import get_method
+
+Load = Callable[..., RunConfig]
+
+
+def predicted(config: RunConfig, **options: object) -> MemoryPlan:
+    target = read_target_shape(config.target.path)
+    return predict(config, target, **{"on_gpu": False, "capacity": None, **options})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["draft.markov.head=gated"],
+        ["draft.markov.head=rnn", "draft.markov.rank=12"],
+        ["draft.confidence.enabled=false"],
+        ["draft.confidence.with_markov=false", "draft.num_layers=3"],
+        [
+            "draft.num_heads=8",
+            "draft.head_dim=32",
+            "draft.intermediate_size=96",
+            "draft.target_layer_ids=[1, 5]",
+        ],
+        ["draft.num_heads=8", "draft.num_kv_heads=4"],
+    ],
+)
+def test_the_predicted_parameters_are_those_of_the_real_draft(load: Load, overrides: list[str]) -> None:
+    config = load(*overrides)
+    target, method = read_target_shape(config.target.path), get_method("dspark")
+    with torch.device("meta"):
+        model = method.build(method.resolve(config.draft, target, mask_token_id=5))
+    assert draft_parameters(config.draft, target) == sum(p.numel() for p in model.parameters())
+
+
+def test_one_rank_holds_sixteen_bytes_a_parameter(load: Load) -> None:
+    config = load()
+    parameters = draft_parameters(config.draft, read_target_shape(config.target.path))
+    parts = predicted(config).parts
+    states = ("draft master weights", "draft gradients", "optimizer states", "gathered draft weights")
+    assert sum(parts[name] for name in states) == 16 * parameters
+
+
+@pytest.mark.parametrize(("sharding", "shards"), [("no_shard", 1), ("grad_op", 4), ("full", 4)])
+def test_sharding_divides_the_states(load: Load, sharding: str, shards: int) -> None:
+    config = load("deployment.trainer.nproc_per_node=4", f"training.sharding={sharding}")
+    parameters = draft_parameters(config.draft, read_target_shape(config.target.path))
+    parts = predicted(config).parts
+    assert parts["optimizer states"] == 8 * parameters // shards
+    assert parts["draft master weights"] == parts["draft gradients"] == 4 * parameters // shards
+
+
+def test_full_sharding_gathers_less_than_grad_op(load: Load) -> None:
+    four = "deployment.trainer.nproc_per_node=4"
+    whole, layers = (
+        predicted(load(four, f"training.sharding={s}", "draft.num_layers=8")).parts["gathered draft weights"]
+        for s in ("grad_op", "full")
+    )
+    assert 0 < layers < whole
+
+
+def test_one_staged_batch_holds_the_captured_layers_and_the_final_state(load: Load) -> None:
+    parts = predicted(load("draft.target_layer_ids=[0, 3, 6]", "target.dtype=float32")).parts
+    samples, length, states, hidden = 4, 32, 3 + 1, 64
+    assert parts["features of one staged batch"] == samples * length * states * hidden * 4
+
+
+def test_the_target_is_counted_in_its_own_type_and_shared_inside_an_island(load: Load) -> None:
+    shape = TargetShape(64, 160, 8, 4, 2, 16, 320, 4096, 1e-6, 1e4, "bfloat16", True)
+    parts = predicted(load()).parts
+    assert parts["target weights"] == 2 * shape.parameters()
+
+
+def test_the_total_is_the_sum_and_the_capacity_is_kept(load: Load) -> None:
+    plan = predicted(load(), capacity=7)
+    assert plan.total == sum(plan.parts.values()) > 0
+    assert plan.to_json()["capacity"] == 7
