@@ -53,7 +53,7 @@ pants: ## Let Pants check, test and package what needs no torch
 	./pantsw tailor --check lint test package ::
 
 wheels: setup ## Build every wheel and try each alone
-	.venv/bin/python scripts/check_wheels.py
+	.venv/bin/python scripts/check_wheels.py $(if $(PANTS_DIST),--pants $(PANTS_DIST))
 
 clean: ## Remove what these targets made, except outputs/
 	rm -rf .venv .uv .cache .pytest_cache .ruff_cache .pants.d .pids dist
@@ -70,7 +70,7 @@ $(UV_READY):
 	echo "make: found no CPython >= 3.11 with its venv module (on Debian: apt install python3-venv)." >&2; \
 	echo "make: name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
 	exit 1
-	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	.uv/bin/python -m pip install -qq --disable-pip-version-check uv==$(UV_VERSION)
 	@touch $@
 
 $(VENV_READY): $(UV_READY) uv.lock pyproject.toml $(wildcard packages/*/pyproject.toml)
