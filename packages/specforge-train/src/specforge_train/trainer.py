@@ -181,14 +181,13 @@ class Trainer:
         inputs = self.method.prepare(batch, self.shape, self.config.seed, self.config.training.unsupervised)
         terms = self.model(inputs.to(self.world.device), batch.hidden, batch.last_hidden, self.frozen)
         terms.loss.backward()
-        count_flops = getattr(self.method, "flops", None)
         sums.add(
             terms.sums,
             weights=inputs.weight_sum,
             samples=len(batch.sample_ids),
             tokens=batch.tokens.shape[0],
             dropped=inputs.dropped,
-            flops=count_flops(self.shape, inputs) if count_flops else 0.0,
+            flops=self.method.flops(self.shape, inputs),
         )
 
     def next_batch(self) -> FeatureBatch:

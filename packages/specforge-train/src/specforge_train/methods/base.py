@@ -202,6 +202,10 @@ class Method(Protocol):
         """
         ...
 
+    def flops(self, shape: DraftShape[Any], inputs: StepInputs) -> float:
+        """Operations of a micro-step's forward and backward, from the host's inputs."""
+        ...
+
     def drafter(self, model: DraftModel, frozen: FrozenTarget) -> Drafter:
         """The inference side of a whole (not sharded) model."""
         ...

@@ -7,10 +7,11 @@ from specforge_config.draft import DSparkConfig
 from specforge_config.features import FeatureBatch
 from specforge_config.target import TargetShape
 from specforge_train.frozen import FrozenTarget
-from specforge_train.methods.base import DraftModel, DraftShape, resolve_shape
+from specforge_train.methods.base import DraftModel, DraftShape, StepInputs, resolve_shape
 from specforge_train.methods.dspark import served
 from specforge_train.methods.dspark.drafter import DSparkDrafter
 from specforge_train.methods.dspark.features import DSparkInputs, prepare
+from specforge_train.methods.dspark.flops import step_flops
 from specforge_train.methods.dspark.model import DSparkModel
 
 Shape = DraftShape[DSparkConfig]
@@ -35,6 +36,11 @@ class DSpark:
     ) -> DSparkInputs:
         """See `Method.prepare`."""
         return prepare(batch, shape, seed, unsupervised)
+
+    def flops(self, shape: Shape, inputs: StepInputs) -> float:
+        """See `Method.flops`."""
+        assert isinstance(inputs, DSparkInputs)
+        return step_flops(shape, inputs)
 
     def drafter(self, model: DraftModel, frozen: FrozenTarget) -> DSparkDrafter:
         """See `Method.drafter`."""
