@@ -41,6 +41,7 @@ class Sizes:
     strict: bool = True  # drop answers that do not end, or do not tokenize back
 
 
+SHIPPED = Path("recipes")
 SHORTENED = Sizes(
     tokenizer_chats=300, steps=10, batch_size=4, train_chats=6, eval_chats=3, max_new_tokens=24, strict=False
 )
@@ -103,9 +104,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stage", choices=["tokenizer", "train", "answers", "all"], default="all")
-    parser.add_argument(
-        "--out", type=Path, default=Path("recipes"), help="folder of tiny-target/ and tiny-chats/"
-    )
+    parser.add_argument("--out", type=Path, default=SHIPPED, help="folder of tiny-target/ and tiny-chats/")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--device", default="cpu", help="where to train: cpu or cuda; answers are always the CPU's"
@@ -113,7 +112,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shortened", action="store_true", help="a few steps and answers: a test of the path only"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.shortened and arguments.out == SHIPPED:
+        parser.error("--shortened would overwrite the shipped target: set --out to a throw-away folder")
+    return arguments
 
 
 def main() -> None:

@@ -7,13 +7,15 @@ Invariant: nothing here knows any chat format; what a template writes is only co
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
@@ -55,6 +57,14 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
 
+class Encoded(NamedTuple):
+    """A tokenised text."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]] | None
+    """Characters [start, stop) of each token, where asked for."""
+
+
 class ChatRenderer:
     """A tokenizer with one chat template and its settings.
 
@@ -77,7 +87,10 @@ class ChatRenderer:
         self.template = _read_template(template_file) if template_file else _own_template(tokenizer)
         """The template's source; None where the tokenizer has none."""
         self.name = f"the chat template {template_file or 'of ' + tokenizer.name_or_path}"
-        self.settings = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self.settings: dict[str, Any] = {}
+        """What the template is told beside the messages."""
+        if enable_thinking is not None:
+            self.settings["enable_thinking"] = enable_thinking
         self.marks_generation = bool(self.template and _GENERATION.search(self.template))
         """Whether the template marks what the model writes by `{% generation %}`."""
 
@@ -98,18 +111,36 @@ class ChatRenderer:
         Raises:
             TemplateRefusal: if the template refuses the conversation, for example for the order of its roles.
         """
-        return self._apply(messages, tools, tokenize=False, add_generation_prompt=generation_prompt)
+        with self._refusals():
+            # As a batch of one: a conversation without messages is legal there.
+            rendered: Any = self.tokenizer.apply_chat_template(
+                [messages],
+                tools=cast(Any, tools),
+                chat_template=self.template,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self.settings,
+            )
+            return rendered[0]
 
-    def marked(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
-        """Token ids [S] of a conversation, and 1 [S] for those inside the template's generation markers.
+    def marked(self, messages: Messages, tools: Tools = None) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and the character ranges inside the template's generation markers.
 
         Raises:
             TemplateRefusal: if the template refuses the conversation.
         """
-        encoded = self._apply(
-            messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return encoded["input_ids"], encoded["assistant_masks"]
+        with self._refusals():
+            # What apply_chat_template renders itself; it hands out the ranges only as tokens, row by row.
+            rendered: Any = render_jinja_template(
+                conversations=[messages],
+                tools=cast(Any, tools),
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **cast(dict[str, Any], self.tokenizer.special_tokens_map),
+                **self.settings,
+            )
+            (text,), (ranges,) = rendered
+            return text, ranges
 
     def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """Token ids of each text; a rendered chat already holds its special tokens."""
@@ -121,19 +152,28 @@ class ChatRenderer:
         """The text of token ids, special tokens included."""
         return str(self.tokenizer.decode(list(ids)))
 
-    def _apply(self, messages: Messages, tools: Tools, **options: Any) -> Any:
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Tokens of rendered chats, with their characters where the template has generation markers."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            return_offsets_mapping=self.marks_generation,
+            verbose=False,
+        )
+        ids, offsets = encoded["input_ids"], encoded.get("offset_mapping", [None] * len(texts))
+        return [Encoded(*pair) for pair in zip(ids, offsets, strict=True)]
+
+    @contextmanager
+    def _refusals(self) -> Generator[None]:
+        """Errors of the template become refusals; having none is the user's error."""
         if self.template is None:
             raise ValueError(f"{self.name}: there is none; set data.chat_template to a Jinja file")
         try:
-            # As a batch of one: a conversation without messages is legal there.
-            rendered: Any = self.tokenizer.apply_chat_template(
-                [messages], tools=cast(Any, tools), chat_template=self.template, **options, **self.settings
-            )
+            yield
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             raise TemplateRefusal(f"{self.name} refuses it: {error}") from error
-        if isinstance(rendered, list):
-            return rendered[0]
-        return {key: value[0] for key, value in rendered.items()}
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specforge_capture.prompts.chat import ChatRenderer, Messages, TemplateRefusal
+from specforge_capture.prompts.chat import ChatRenderer, Encoded, Messages, TemplateRefusal
 from specforge_capture.prompts.sources import Conversation
 
 INLINE_REASONING_END = "</think>"
@@ -52,8 +52,8 @@ class _Turn:
     full: str
     probe: str | None
     """With another answer behind the same reasoning; None if reasoning is supervised."""
-    marked: tuple[list[int], list[int]] | None
-    """Tokens and generation marks, where the template has markers."""
+    marked: list[tuple[int, int]] | None
+    """Characters of `full` inside generation markers, where the template has them."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class MaskRule:
         texts = dict.fromkeys(
             text for r in results if isinstance(r, list) for turn in r for text in turn.texts
         )
-        tokens = dict(zip(texts, renderer.tokenize(list(texts)), strict=True))
+        tokens = dict(zip(texts, renderer.encode(list(texts)), strict=True))
         return [_samples(r, tokens, renderer) if isinstance(r, list) else r for r in results]
 
     def _turns(self, conversation: Conversation, renderer: ChatRenderer) -> Iterator[_Turn]:
@@ -95,7 +95,11 @@ class MaskRule:
             raise UnusableConversation("no assistant turn")
         for i in answers[-1:] if self.supervise == "last_turn" else answers:
             prompt = renderer.render(messages[:i], tools, generation_prompt=True)
-            full = renderer.render(messages[: i + 1], tools, generation_prompt=False)
+            through, marked = messages[: i + 1], None
+            if renderer.marks_generation:
+                full, marked = renderer.marked(through, tools)
+            else:
+                full = renderer.render(through, tools, generation_prompt=False)
             if not full.startswith(prompt):
                 raise UnusableConversation(
                     f"{renderer.name} prompts for message {i + 1} with {_tail(prompt)!r}, but renders the "
@@ -103,8 +107,7 @@ class MaskRule:
                 )
             probe = None
             if self.thinking == "drop":
-                probe = renderer.render(_probe(messages[: i + 1]), tools, generation_prompt=False)
-            marked = renderer.marked(messages[: i + 1], tools) if renderer.marks_generation else None
+                probe = renderer.render(_probe(through), tools, generation_prompt=False)
             yield _Turn(i, prompt, full, probe, marked)
 
 
@@ -130,39 +133,44 @@ def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _behind(turn: _Turn, text: str, tokens: Mapping[str, list[int]], renderer: ChatRenderer) -> list[int]:
+def _behind(turn: _Turn, text: str, tokens: Mapping[str, Encoded], renderer: ChatRenderer) -> Encoded:
     """Tokens of `text` whose first ones are exactly the prompt's."""
-    if _starts_with(tokens[text], tokens[turn.prompt]):
+    prompt = tokens[turn.prompt].ids
+    if _starts_with(tokens[text].ids, prompt):
         return tokens[text]
     # A token lies across the seam of prompt and answer. A server's prompt cannot hold it.
     (answer,) = renderer.tokenize([text[len(turn.prompt) :]])
-    return tokens[turn.prompt] + answer
+    return Encoded(prompt + answer, None)
 
 
 def _samples(
-    turns: Sequence[_Turn], tokens: Mapping[str, list[int]], renderer: ChatRenderer
+    turns: Sequence[_Turn], tokens: Mapping[str, Encoded], renderer: ChatRenderer
 ) -> list[MaskedTokens]:
     """Join turns while the tokens so far are a prefix of the next turn's prompt."""
     samples: list[MaskedTokens] = []
     for turn in turns:
-        prompt, full = tokens[turn.prompt], _behind(turn, turn.full, tokens, renderer)
+        prompt, full = tokens[turn.prompt].ids, _behind(turn, turn.full, tokens, renderer)
         answer = _answer_mask(turn, full, len(prompt), renderer)
         if turn.probe is not None:
-            reasoning = _common(full, _behind(turn, turn.probe, tokens, renderer)) - len(prompt)
+            probe = _behind(turn, turn.probe, tokens, renderer)
+            reasoning = _common(full.ids, probe.ids) - len(prompt)
             answer[:reasoning] = [False] * reasoning
         mask = [False] * len(prompt) + answer
         if samples and _starts_with(prompt, samples[-1].input_ids):
             before = samples.pop().loss_mask
             mask[: len(before)] = before
-        samples.append(MaskedTokens(turn.index, full, mask))
+        samples.append(MaskedTokens(turn.index, full.ids, mask))
     return samples
 
 
-def _answer_mask(turn: _Turn, full: list[int], prompt: int, renderer: ChatRenderer) -> list[bool]:
+def _answer_mask(turn: _Turn, full: Encoded, prompt: int, renderer: ChatRenderer) -> list[bool]:
     """Supervision of the tokens of `full` behind the first `prompt` ones."""
-    answer = full[prompt:]
-    if turn.marked is not None and turn.marked[0] == full:
-        mask = [bool(flag) for flag in turn.marked[1][prompt:]]
+    answer = full.ids[prompt:]
+    if turn.marked is not None and full.offsets is not None:
+        mask = [
+            any(start < until and stop > since for since, until in turn.marked)
+            for start, stop in full.offsets[prompt:]
+        ]
         last = max((i for i, flag in enumerate(mask) if flag), default=-1)
         # Markers that stop short of the end of turn: the draft must still learn to end.
         if 0 <= last < len(mask) - 1 and answer[last + 1] in renderer.special_ids:

@@ -41,7 +41,7 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
 }
 # Bytes of JSONL parsed at once. Chats grow when each turn's prefix is rendered; token lists shrink.
-_CHAT_BYTES = 1 << 20
+_CHAT_BYTES = 1 << 18
 _TOKEN_BYTES = 8 << 20
 _PARQUET_ROWS = 256
 _PLAIN_TOKENS = re.compile(
