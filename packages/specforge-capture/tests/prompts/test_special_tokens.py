@@ -87,9 +87,9 @@ def test_the_tokenizers_mask_token_is_the_default(tokenizer: PreTrainedTokenizer
 @pytest.mark.parametrize(
     ("configured", "message"),
     [
-        (320, "required below the target's 320 embedding rows"),
-        (2, "also ends or pads text"),
-        (0, "also ends or pads text"),
+        (320, "required: below 320, the rows of the target's embedding"),
+        (2, "an end-of-sequence token"),
+        (0, "the padding token"),
     ],
 )
 def test_unusable_mask_tokens(tokenizer: PreTrainedTokenizerFast, configured: int, message: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from specforge_capture.prompts.chat import ChatRenderer, TemplateRefusal
+from specforge_config.draft import check_mask_token
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,6 @@ def resolve_mask_token(
         ValueError: if there is none, or it has no embedding row, or it ends or pads text.
     """
     token = tokenizer.mask_token_id if configured is None else configured
-    if token is None:
-        raise ValueError(
-            "draft.mask_token_id is unset and the tokenizer has no mask token: set it to a token that never "
-            "occurs in data"
-        )
-    if not 0 <= token < embedding_rows:
-        raise ValueError(
-            f"draft.mask_token_id is {token}, required below the target's {embedding_rows} embedding rows"
-        )
-    if token in special.stop or token == special.pad:
-        raise ValueError(
-            f"draft.mask_token_id is {token}, which also ends or pads text: set it to a token that never "
-            "occurs in data"
-        )
+    check_mask_token(token, embedding_rows, special.stop, special.pad)
+    assert token is not None
     return token
