@@ -1,6 +1,7 @@
 """Losslessness with a real (random, tiny) transformers target, and what is counted."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -197,6 +198,29 @@ def test_a_draft_that_knows_the_target_is_always_accepted() -> None:
     counts = evaluate(target, drafter, PROMPTS, 1 + 4 * (GAMMA + 1), [])
     assert counts.tau == GAMMA + 1
     assert counts.identical == 3
+
+
+def test_the_targets_own_outputs_are_decoded_once(target: HFTarget, greedy: list[list[int]]) -> None:
+    passes, own_outputs = [], {}
+
+    class Counting:
+        start, crop = staticmethod(target.start), staticmethod(target.crop)
+
+        @staticmethod
+        def extend(ids: Tensor, cache: Any) -> Any:
+            passes.append(len(ids))
+            return target.extend(ids, cache)
+
+    def measure() -> DecodeCounts:
+        passes.clear()
+        oracle = Oracle(PROMPTS[0], greedy[0], wrong=())
+        return evaluate(Counting(), oracle, PROMPTS[:1], 16, [], own_outputs=own_outputs)
+
+    first, cost = measure(), len(passes)
+    second = measure()
+    assert (second.identical, second.tau, second.seconds_greedy) == (1, first.tau, first.seconds_greedy)
+    assert len(passes) == cost - 16
+    assert own_outputs[tuple(PROMPTS[0].tolist())].tokens == greedy[0][:16]
 
 
 def test_a_long_prompt_is_read_in_passes() -> None:

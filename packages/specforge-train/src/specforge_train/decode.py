@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,6 +86,13 @@ class Decoded:
     """Proposals among them."""
     drafted: list[int] = field(default_factory=list)
     """Slots of each round that could have been emitted."""
+
+
+class PlainOutput(NamedTuple):
+    """What the target generates on its own, and how long that took."""
+
+    tokens: list[int]
+    seconds: float
 
 
 @dataclass
@@ -230,6 +237,7 @@ def evaluate(
     max_new_tokens: int,
     stop_ids: Iterable[int],
     on_prompt: Callable[[DecodeCounts], None] | None = None,
+    own_outputs: dict[tuple[int, ...], PlainOutput] | None = None,
 ) -> DecodeCounts:
     """Decode every prompt with and without the draft, and compare.
 
@@ -240,20 +248,27 @@ def evaluate(
         max_new_tokens: tokens to emit at most for each.
         stop_ids: tokens that end an output.
         on_prompt: called with the counts so far after each prompt.
+        own_outputs: prompt -> the target's own output with these settings; what is missing is added. The
+            target is frozen: a later evaluation need not decode them again.
     """
     stop = frozenset(stop_ids)
+    own_outputs = {} if own_outputs is None else own_outputs
     counts = DecodeCounts.zeros(drafter.block_size)
     for prompt in prompts:
+        key = tuple(prompt.tolist())
+        if key not in own_outputs:
+            start = time.perf_counter()
+            tokens = greedy_decode(target, prompt, max_new_tokens, stop)
+            own_outputs[key] = PlainOutput(tokens, time.perf_counter() - start)
+        own = own_outputs[key]
         start = time.perf_counter()
-        greedy = greedy_decode(target, prompt, max_new_tokens, stop)
-        middle = time.perf_counter()
         decoded = speculative_decode(target, drafter, prompt, max_new_tokens, stop)
-        counts.seconds_speculative += time.perf_counter() - middle
-        counts.seconds_greedy += middle - start
+        counts.seconds_speculative += time.perf_counter() - start
+        counts.seconds_greedy += own.seconds
         counts.add(decoded)
-        counts.identical += decoded.tokens == greedy
+        counts.identical += decoded.tokens == own.tokens
         counts.total += 1
-        counts.tokens += len(greedy)
+        counts.tokens += len(own.tokens)
         if on_prompt is not None:
             on_prompt(counts)
     return counts
