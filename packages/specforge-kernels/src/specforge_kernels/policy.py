@@ -1,13 +1,16 @@
-"""Which kernel runs, and why: chosen once from device, dtype and shapes; printed by `specforge-kernels
-status`.
+"""Which kernel runs, and why: chosen once from device, dtype and shapes; `specforge-kernels status` prints
+it.
 """
 
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 
-from .anchored_attention import flex
+ATTENTION_BACKENDS = ("triton", "flex", "flex-flash", "sdpa", "reference")
+TILE_ROWS = 128
+"""Rows of our attention kernel's tile: (slot, query head) pairs of whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -18,25 +21,87 @@ class Choice:
     reason: str
 
 
-@cache
-def choose_attention(device: torch.device, head_dim: int = 128) -> Choice:
-    """The implementation of `anchored_attention` for a device.
+def triton_unsupported_reason(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run here, or None."""
+    if device.type != "cuda":
+        return f"Triton kernels need CUDA, the device is {device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return (
+            f"bfloat16 products need compute capability 8.0, the device has {capability[0]}.{capability[1]}"
+        )
+    return None
 
-    Hopper and older run FlexAttention's Triton kernels. Blackwell runs its FLASH kernels where they are
-    installed.
+
+def attention_unsupported_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, group: int, block: int
+) -> str | None:
+    """Why our own attention kernel cannot run here, or None."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes 16-bit floats, found {dtype}"
+    if head_dim not in (16, 32, 64, 128):
+        return f"it takes head dimensions 16, 32, 64 and 128, found {head_dim}"
+    if block * group > TILE_ROWS:
+        return f"a block of {block} slots × {group} grouped heads exceeds its tile of {TILE_ROWS} rows"
+    return triton_unsupported_reason(device)
+
+
+def flex_unsupported_reason(device: torch.device, head_dim: int) -> str | None:
+    """Why FlexAttention's Triton kernels cannot run here, or None."""
+    if head_dim < 16:
+        return f"FlexAttention takes head dimensions from 16, found {head_dim}"
+    return triton_unsupported_reason(device)
+
+
+def flash_unsupported_reason(device: torch.device) -> str | None:
+    """Why FlexAttention's FLASH kernels (CuTe) cannot run here, or None."""
+    if device.type != "cuda":
+        return f"FLASH needs CUDA, the device is {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 10:
+        return f"FLASH pays on Blackwell (compute capability 10), the device has {major}.{minor}"
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        return "FLASH needs the package flash-attn-4 (flash_attn.cute), which is not installed"
+    return None
+
+
+@cache
+def choose_attention(
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 128,
+    group: int = 4,
+    block: int = 7,
+) -> Choice:
+    """The implementation of `anchored_attention`; `group` is the query heads of a key head.
+
+    Blackwell takes FlexAttention's FLASH kernels where they are installed. Elsewhere our own kernel, then
+    FlexAttention's Triton kernels, then `scaled_dot_product_attention`.
     """
     if device.type == "cpu":
         return Choice("sdpa", "a CPU: scaled_dot_product_attention over tiles of blocks")
-    flash = flex.flash_unsupported_reason(device, head_dim)
+    flash = flash_unsupported_reason(device)
     if flash is None:
         return Choice("flex-flash", "Blackwell with flash-attn-4: FlexAttention's FLASH kernels")
-    triton = flex.unsupported_reason(device, head_dim)
-    if triton is None:
-        return Choice("flex", f"FlexAttention's Triton kernels ({flash})")
-    return Choice("sdpa", f"scaled_dot_product_attention over tiles of blocks ({triton})")
+    own = attention_unsupported_reason(device, dtype, head_dim, group, block)
+    if own is None:
+        return Choice("triton", f"our kernel, which shares each key among grouped heads and blocks ({flash})")
+    flex = flex_unsupported_reason(device, head_dim)
+    if flex is None:
+        return Choice("flex", f"FlexAttention's Triton kernels (our kernel: {own}; {flash})")
+    return Choice("sdpa", f"scaled_dot_product_attention over tiles of blocks ({flex})")
 
 
 @cache
-def choose_objective(device: torch.device) -> Choice:
-    """The implementation of `dspark_objective` for a device."""
-    return Choice("reference", f"plain torch in chunks of slots, on {device.type}: the only implementation")
+def choose_objective(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    """The implementation of `dspark_objective`."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return Choice("reference", f"plain torch in chunks of slots: the fused kernels take no {dtype}")
+    reason = triton_unsupported_reason(device)
+    if reason is None:
+        return Choice(
+            "triton", "fused kernels: one pass over the head forward, one backward, both in forward"
+        )
+    return Choice("reference", f"plain torch in chunks of slots ({reason})")

@@ -3,8 +3,8 @@ import torch
 from torch.nn.functional import pad
 
 from specforge_kernels.anchored_attention.api import anchored_attention, build_layout
-from specforge_kernels.anchored_attention.flex import TILE, build_block_mask, tile_kinds, unsupported_reason
-from specforge_kernels.anchored_attention.layout import dense_mask, slot_intervals
+from specforge_kernels.anchored_attention.blocks import dense_mask, place_blocks
+from specforge_kernels.anchored_attention.flex import TILE, build_block_mask, tile_kinds
 
 
 def random_layout(seed: int, window: int | None, block: int):
@@ -13,9 +13,9 @@ def random_layout(seed: int, window: int | None, block: int):
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     tokens = int(offsets[-1])
     anchors = torch.randperm(tokens, generator=generator)[: min(70, tokens)].sort().values
-    found = slot_intervals(offsets, anchors, block, window)
-    visible = dense_mask(*(torch.from_numpy(x) for x in (found.context, found.own)), tokens)
-    return found, tokens, visible
+    blocks = place_blocks(offsets, anchors, block, window)
+    context, own = (torch.from_numpy(x) for x in (blocks.intervals.context, blocks.intervals.own))
+    return blocks, dense_mask(context, own, tokens)
 
 
 def tiled(visible: torch.Tensor, outside: bool) -> torch.Tensor:
@@ -29,8 +29,8 @@ def tiled(visible: torch.Tensor, outside: bool) -> torch.Tensor:
 @pytest.mark.parametrize("block", [7, 16])
 def test_tiles_cover_the_mask_and_full_tiles_are_full(window: int | None, block: int) -> None:
     for seed in range(8):
-        intervals, tokens, visible = random_layout(seed, window, block)
-        partial, full = (torch.from_numpy(x) for x in tile_kinds(intervals, tokens))
+        blocks, visible = random_layout(seed, window, block)
+        partial, full = (torch.from_numpy(x) for x in tile_kinds(blocks))
         some = tiled(visible, False).flatten(2).any(-1)
         every = tiled(visible, True).flatten(2).all(-1)
         assert not (partial & full).any()
@@ -39,17 +39,17 @@ def test_tiles_cover_the_mask_and_full_tiles_are_full(window: int | None, block:
 
 
 def test_a_long_shared_context_is_full_tiles() -> None:
-    intervals = slot_intervals(torch.tensor([0, 1000]), torch.arange(600, 640), 7, None)
-    partial, full = tile_kinds(intervals, 1000)
+    blocks = place_blocks(torch.tensor([0, 1000]), torch.arange(600, 640), 7, None)
+    partial, full = tile_kinds(blocks)
     assert full[:, :4].all()  # keys 0 to 511, before every anchor
     assert partial[:, 4].all()
     assert not (partial | full)[:, 5:7].any()  # keys 640 to 895, after every anchor
 
 
 def test_block_mask_lists_the_tiles_both_ways() -> None:
-    intervals, tokens, visible = random_layout(3, None, 7)
-    mask = build_block_mask(intervals, tokens, torch.device("cpu"))
-    kinds = tile_kinds(intervals, tokens)
+    blocks, visible = random_layout(3, None, 7)
+    mask = build_block_mask(blocks, torch.device("cpu"))
+    kinds = tile_kinds(blocks)
 
     def listed(counts, indices) -> list[list[int]]:
         return [row[:n].tolist() for n, row in zip(counts[0, 0].tolist(), indices[0, 0], strict=True)]
@@ -64,7 +64,7 @@ def test_block_mask_lists_the_tiles_both_ways() -> None:
     assert listed(mask.full_q_num_blocks, mask.full_q_indices) == expected(full.T)
     slot = torch.arange(visible.shape[0])[:, None]
     key = torch.arange(visible.shape[1])[None]
-    assert torch.equal(mask.mask_mod(None, None, slot, key), visible)
+    assert torch.equal(mask.mask_mod(slot, slot, slot, key), visible)
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -74,7 +74,3 @@ def test_values_follow_the_rule(window: int | None, draw_case, attend_by_slot) -
     layout = build_layout(case.offsets, case.anchors, 4, window=window, backend="flex")
     out = anchored_attention(*(x.detach() for x in case.inputs), layout)
     torch.testing.assert_close(out, attend_by_slot(case).detach())
-
-
-def test_cpu_is_unsupported_with_a_reason() -> None:
-    assert "needs CUDA" in unsupported_reason(torch.device("cpu"), 128)

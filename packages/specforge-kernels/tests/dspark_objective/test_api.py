@@ -20,8 +20,8 @@ class LargestTensor(TorchDispatchMode):
         super().__init__()
         self.elements = self.live = self.live_peak = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
         for tensor in (
             x for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, torch.Tensor)
         ):

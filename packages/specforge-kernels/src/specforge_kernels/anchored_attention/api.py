@@ -3,25 +3,17 @@
 `build_layout` is called once a step from host tensors, `anchored_attention` once a layer.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from ..policy import choose_attention
-from .flex import attend_flex, build_block_mask
-from .layout import AnchoredLayout, place_layout, slot_intervals
+from ..policy import ATTENTION_BACKENDS, choose_attention
+from .blocks import place_blocks
+from .flex import attend_flex
+from .layout import AnchoredLayout, place_layout
 from .reference import attend_reference
-from .sdpa import attend_sdpa, slot_tiles
+from .sdpa import attend_sdpa
 
 __all__ = ["AnchoredLayout", "anchored_attention", "build_layout"]
-
-_IMPLEMENTATIONS = {
-    "reference": attend_reference,
-    "sdpa": attend_sdpa,
-    "flex": attend_flex,
-    "flex-flash": attend_flex,
-}
 
 
 def build_layout(
@@ -33,7 +25,7 @@ def build_layout(
     device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> AnchoredLayout:
-    """Which keys each of the `M = N·G` query slots sees; see layout.py for the rule.
+    """Which keys each of the `M = N·G` query slots sees; see blocks.py for the rule.
 
     Args:
         cu_seqlens: [B+1] int64 on the host: document offsets, from 0 to T.
@@ -42,30 +34,21 @@ def build_layout(
         window: tokens a slot sees, itself included (context from `p + k - (window - 1)`, block causal); None:
             all of them, block both ways.
         device: where queries and keys live; default the CPU.
-        backend: `policy.choose_attention(...).name`; by default chosen from the device.
+        backend: `policy.choose_attention(...).name`; by default chosen from the tensors.
 
     Raises:
         ValueError: unsorted or out-of-range offsets or anchors, a window under the block, or an unknown
         backend.
     """
-    device = torch.device(device or "cpu")
-    backend = backend or choose_attention(device).name
-    if backend not in _IMPLEMENTATIONS:
+    if backend is not None and backend not in ATTENTION_BACKENDS:
         raise ValueError(
-            f"unknown attention backend {backend!r}: choose one of {', '.join(_IMPLEMENTATIONS)}"
+            f"unknown attention backend {backend!r}: choose one of {', '.join(ATTENTION_BACKENDS)}"
         )
-    tokens = int(cu_seqlens[-1])
-    intervals = slot_intervals(cu_seqlens, anchors, block, window)
-    layout = place_layout(intervals, tokens, block, device, backend)
-    if layout.slots == 0:
-        return layout
-    if backend == "sdpa":
-        return replace(layout, tiles=slot_tiles(intervals, block, device))
-    if backend.startswith("flex"):
-        return replace(layout, block_mask=build_block_mask(intervals, tokens, device))
-    return layout
+    blocks = place_blocks(cu_seqlens, anchors, block, window)
+    return place_layout(blocks, torch.device(device or "cpu"), backend)
 
 
+@torch.compiler.disable
 def anchored_attention(
     q: Tensor,
     k_context: Tensor,
@@ -77,6 +60,8 @@ def anchored_attention(
     scale: float | None = None,
 ) -> Tensor:
     """Attention output [M, Hq, D] of the block slots, differentiable in all five tensors.
+
+    Under torch.compile a graph ends here: backends are compiled on their own, once for all lengths.
 
     Args:
         q: [M, Hq, D] queries of the block slots, rotated.
@@ -108,5 +93,20 @@ def anchored_attention(
         raise ValueError(f"{heads} query heads are not a multiple of {key_heads} key heads")
     if slots == 0:
         return q
-    attend = _IMPLEMENTATIONS[layout.backend]
-    return attend(q, k_context, v_context, k_block, v_block, layout, dim**-0.5 if scale is None else scale)
+    scale = dim**-0.5 if scale is None else scale
+    inputs = (q, k_context, v_context, k_block, v_block)
+    backend = (
+        layout.backend
+        or choose_attention(q.device, q.dtype, dim, heads // key_heads, layout.blocks.size).name
+    )
+    if backend == "triton":
+        from .triton import attend_triton
+
+        return attend_triton(*inputs, layout, scale)
+    if backend == "flex":
+        return attend_flex(*inputs, layout.block_mask, scale)
+    if backend == "flex-flash":
+        return attend_flex(*inputs, layout.block_mask, scale, "FLASH")
+    if backend == "sdpa":
+        return attend_sdpa(*inputs, layout.tiles, scale)
+    return attend_reference(*inputs, *layout.intervals, scale)

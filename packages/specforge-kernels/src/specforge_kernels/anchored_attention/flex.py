@@ -7,7 +7,6 @@ function itself captures tensors only: a captured integer would recompile at eve
 """
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -16,38 +15,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..transfer import to_device
-from .layout import AnchoredLayout, Intervals
+from .blocks import Blocks
 
 TILE = 128
 """Queries and keys of a BlockMask tile."""
 
 
-def unsupported_reason(device: torch.device, head_dim: int) -> str | None:
-    """Why FlexAttention's Triton kernels cannot run here, or None."""
-    if device.type != "cuda":
-        return f"compiled FlexAttention with gradients needs CUDA, the device is {device.type}"
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if head_dim < 16:
-        return f"FlexAttention needs a head dimension of at least 16, found {head_dim}"
-    return None
-
-
-def flash_unsupported_reason(device: torch.device, head_dim: int) -> str | None:
-    """Why FlexAttention's FLASH backend (CuTe kernels) cannot run here, or None."""
-    if device.type != "cuda":
-        return f"FLASH needs CUDA, the device is {device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 10:
-        return f"FLASH pays on Blackwell (compute capability 10), the device has {major}.{minor}"
-    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
-        return "FLASH needs the package flash-attn-4 (flash_attn.cute), which is not installed"
-    return unsupported_reason(device, head_dim)
-
-
-def tile_kinds(intervals: Intervals, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def tile_kinds(blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
     """(partial, full), each [query tiles, key tiles] bool."""
-    slots = intervals.context.shape[1]
+    intervals, tokens, slots = blocks.intervals, blocks.tokens, blocks.slots
     first = np.arange(0, slots, TILE)
     (start, stop), (own_start, own_stop) = intervals.context, intervals.own
     lowest, highest = np.minimum.reduceat(start, first), np.maximum.reduceat(stop, first)
@@ -71,20 +47,18 @@ def ordered(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return kinds.sum(1, dtype=np.int32)[None, None], order.astype(np.int32)[None, None]
 
 
-def build_block_mask(intervals: Intervals, tokens: int, device: torch.device) -> BlockMask:
+def build_block_mask(blocks: Blocks, device: torch.device) -> BlockMask:
     """The BlockMask of M query slots over T + M keys."""
-    partial, full = tile_kinds(intervals, tokens)
+    partial, full = tile_kinds(blocks)
     rows = [x for kinds in (partial, full, partial.T, full.T) for x in ordered(kinds)]
-    own = intervals.own + tokens
-    *rows, start, stop, own_start, own_stop = to_device(
-        [*rows, *intervals.context, *own.astype(np.int32)], device
-    )
+    intervals, tokens, slots = blocks.intervals, blocks.tokens, blocks.slots
+    own = intervals.own + np.int32(tokens)
+    *rows, start, stop, own_start, own_stop = to_device([*rows, *intervals.context, *own], device)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         context = (key >= start[query]) & (key < stop[query])
         return context | ((key >= own_start[query]) & (key < own_stop[query]))
 
-    slots = intervals.context.shape[1]
     return BlockMask((slots, tokens + slots), *rows, BLOCK_SIZE=(TILE, TILE), mask_mod=visible)
 
 
@@ -99,18 +73,21 @@ def attend_flex(
     v_context: Tensor,
     k_block: Tensor,
     v_block: Tensor,
-    layout: AnchoredLayout,
+    block_mask: BlockMask,
     scale: float,
+    kernels: str = "TRITON",
 ) -> Tensor:
-    """Shapes as `api.anchored_attention`. Runs FlexAttention's dense definition on a CPU, for tests."""
-    attention = _compiled() if q.is_cuda else flex_attention
+    """Shapes as `api.anchored_attention`; `kernels` is TRITON or FLASH. Runs FlexAttention's dense definition
+    on a CPU, for tests.
+    """
+    attention: Any = _compiled() if q.is_cuda else flex_attention
     out = attention(
         q.transpose(0, 1)[None],
         torch.cat([k_context, k_block]).transpose(0, 1)[None],
         torch.cat([v_context, v_block]).transpose(0, 1)[None],
-        block_mask=layout.block_mask,
+        block_mask=block_mask,
         scale=scale,
         enable_gqa=q.shape[1] != k_context.shape[1],
-        kernel_options={"BACKEND": "FLASH" if layout.backend == "flex-flash" else "TRITON"},
+        kernel_options={"BACKEND": kernels},
     )
     return out[0].transpose(0, 1)

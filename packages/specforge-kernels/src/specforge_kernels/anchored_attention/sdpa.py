@@ -4,12 +4,14 @@ The slots are cut into tiles of whole blocks of one document, and each tile atte
 last anchor and to its own slots under a small dense mask: packed documents and later keys cost nothing.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .layout import AnchoredLayout, Intervals, SlotTile, dense_mask
+from .blocks import Blocks, dense_mask
 from .reference import joined_keys
 
 TILE_SLOTS = 256
@@ -18,18 +20,28 @@ enough for few masked keys.
 """
 
 
-def slot_tiles(intervals: Intervals, block: int, device: torch.device) -> tuple[SlotTile, ...]:
+@dataclass(frozen=True)
+class SlotTile:
+    """Whole blocks of one document and the keys that they see."""
+
+    slots: slice
+    keys: slice
+    """Context keys that some slot of the tile sees."""
+    visible: Tensor
+    """[slots, keys + slots] bool."""
+
+
+def slot_tiles(blocks: Blocks, device: torch.device) -> tuple[SlotTile, ...]:
     """Tiles of whole blocks, in slot order."""
-    start, stop = intervals.context[:, ::block]
-    document_of_block = intervals.document[::block]
-    cuts = np.flatnonzero(np.diff(document_of_block)) + 1
-    per_tile = max(1, TILE_SLOTS // block)
+    intervals, size = blocks.intervals, blocks.size
+    cuts = np.flatnonzero(np.diff(blocks.document)) + 1
+    per_tile = max(1, TILE_SLOTS // size)
     tiles = []
-    for blocks in np.split(np.arange(start.size), cuts):
-        for i in range(0, blocks.size, per_tile):
-            part = blocks[i : i + per_tile]
-            slots = slice(int(part[0]) * block, (int(part[-1]) + 1) * block)
-            keys = slice(int(start[part[0]]), int(stop[part[-1]]))
+    for group in np.split(np.arange(blocks.anchor.size), cuts):
+        for i in range(0, group.size, per_tile):
+            first, last = int(group[i]), int(group[i : i + per_tile][-1])
+            slots = slice(first * size, (last + 1) * size)
+            keys = slice(int(intervals.context[0, slots.start]), int(blocks.anchor[last]))
             context, own = (torch.from_numpy(x[:, slots]) for x in (intervals.context, intervals.own))
             visible = dense_mask(context - keys.start, own - slots.start, keys.stop - keys.start)
             tiles.append(SlotTile(slots, keys, visible.to(device)))
@@ -42,13 +54,13 @@ def attend_sdpa(
     v_context: Tensor,
     k_block: Tensor,
     v_block: Tensor,
-    layout: AnchoredLayout,
+    tiles: tuple[SlotTile, ...],
     scale: float,
 ) -> Tensor:
     """Shapes as `api.anchored_attention`."""
     groups = q.shape[1] // k_context.shape[1]
     outs = []
-    for tile in layout.tiles:
+    for tile in tiles:
         out = F.scaled_dot_product_attention(
             q[tile.slots].transpose(0, 1)[None],
             joined_keys(k_context[tile.keys], k_block[tile.slots], groups)[None],

@@ -1,14 +1,16 @@
-"""Anchored attention in Triton: one pass over the context for a tile of blocks and all the query heads of a key head.
+"""Anchored attention in Triton: one pass over the context for a tile of blocks and all the query heads of a
+key head.
 
-A tile holds whole blocks: `ROWS` rows are (slot, query head) pairs, the heads of one key head next to each other, so that seven
-slots × four grouped heads × four blocks share each key that is loaded. Anchors are sorted, so the rows of a tile see nearly the same
-context [first, last): keys that all rows see need no mask. The block's own keys are the tile's slots, one more small product; both
-parts meet in one running softmax. Statistics are in units of log 2.
+A tile holds whole blocks: `ROWS` rows are (slot, query head) pairs, the heads of one key head next to each
+other, so that seven slots × four grouped heads × four blocks share each key that is loaded. Anchors are
+sorted, so the rows of a tile see nearly the same context [first, last): keys that all rows see need no mask.
+The block's own keys are the tile's slots, one more small product; both parts meet in one running softmax.
+Statistics are in units of log 2. (Triton knows no structs: hence the kernels' long lists of parameters.)
 
-Backward runs twice over the pairs and uses no atomics, hence is deterministic:
-- by tiles of rows: dq, and dk, dv of the tile's own slots, which no other tile sees;
-- by tiles of context keys: dk, dv of the context, over the contiguous range of slots that may see them, split into parts that are
-  summed afterwards where the context is too short to fill the device.
+Backward runs twice over the pairs and uses no atomics, hence is deterministic: by tiles of rows for dq, and
+for dk, dv of the tile's own slots, which no other tile sees; and by tiles of context keys for their dk, dv,
+over the contiguous range of slots that see them, in parts that are summed afterwards so that short contexts
+fill the device.
 """
 
 import functools
@@ -18,11 +20,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .layout import KEY_TILE, AnchoredLayout
+from ..policy import TILE_ROWS
+from .blocks import KEY_TILE
+from .layout import AnchoredLayout
 
-ROWS = 128
-"""(slot, head) pairs of a tile."""
 KEYS = 64
 """Context keys of one step over the context."""
 BACKWARD_ROWS = 64
@@ -34,34 +37,51 @@ LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _tile_rows(context_ptr, own_ptr, slots, key_heads, GROUP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """First slot of the tile; each row's packed (slot, head) index, validity, and key intervals (empty where invalid)."""
+def _slot_intervals(origins_ptr, slot, valid, blocks, window, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """First and one-past-last context key and own slot of each slot; see blocks.py. Empty where invalid."""
+    block = slot // BLOCK
+    start = tl.load(origins_ptr + block, mask=valid, other=0)
+    stop = tl.load(origins_ptr + blocks + block, mask=valid, other=0)
+    own_start = block * BLOCK
+    if WINDOW:
+        start = tl.where(valid, tl.maximum(start, stop + slot % BLOCK - (window - 1)), 0)
+        own_stop = tl.where(valid, slot + 1, 0)
+    else:
+        own_stop = tl.where(valid, own_start + BLOCK, 0)
+    return start, stop, own_start, own_stop
+
+
+@triton.jit
+def _tile_rows(blocks, key_heads, GROUP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """First slot of the tile; each row's slot, packed (slot, head) index and validity."""
     TILE_SLOTS: tl.constexpr = ROWS // (BLOCK * GROUP) * BLOCK
     first_slot = tl.program_id(0) * TILE_SLOTS
     row = tl.arange(0, ROWS)
     slot = first_slot + row // GROUP
-    valid = (row < TILE_SLOTS * GROUP) & (slot < slots)
+    valid = (row < TILE_SLOTS * GROUP) & (slot < blocks * BLOCK)
     index = (slot * key_heads + tl.program_id(1)) * GROUP + row % GROUP
-    start = tl.load(context_ptr + slot, mask=valid, other=0)
-    stop = tl.load(context_ptr + slots + slot, mask=valid, other=0)
-    own_start = tl.load(own_ptr + slot, mask=valid, other=0)
-    own_stop = tl.load(own_ptr + slots + slot, mask=valid, other=0)
-    return first_slot, index.to(tl.int64), valid, start, stop, own_start, own_stop
+    return first_slot, slot, index.to(tl.int64), valid
 
 
 @triton.jit
 def _context_steps(start, stop, valid, KEYS: tl.constexpr):
-    """Bounds of three runs over the context: some rows see the keys, all rows, some rows; steps of KEYS from the first key."""
+    """First and last context key of the tile; steps of KEYS: `full` that all rows see, `before` and `after`
+    them.
+    """
     first = tl.min(tl.where(valid, start, 2147483647), axis=0)
     last = tl.max(stop, axis=0)
-    full_from = first + tl.cdiv(tl.max(start, axis=0) - first, KEYS) * KEYS
+    before = tl.cdiv(tl.minimum(tl.max(start, axis=0), last) - first, KEYS)
+    full_from = first + before * KEYS
     full_to = tl.min(tl.where(valid, stop, 2147483647), axis=0)
-    full_to = full_from + tl.maximum(full_to - full_from, 0) // KEYS * KEYS
-    return first, tl.minimum(full_from, last), tl.minimum(full_to, last), last
+    full = tl.maximum(full_to - full_from, 0) // KEYS
+    after = tl.cdiv(tl.maximum(last - full_from - full * KEYS, 0), KEYS)
+    return first, last, before, full, after
 
 
 @triton.jit
-def _load_keys(ptr, first, stop, head, key_heads, KEYS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
+def _load_keys(
+    ptr, first, stop, head, key_heads, KEYS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr
+):
     """[KEYS, DIM] of one head from position `first`; zeros from `stop` on if masked."""
     position = first + tl.arange(0, KEYS)
     offset = (position.to(tl.int64) * key_heads + head)[:, None] * DIM + tl.arange(0, DIM)[None, :]
@@ -92,28 +112,30 @@ def _softmax_step(q, k, v, seen, out, total, highest, scale, MASKED: tl.constexp
 
 
 @triton.jit
-def _forward_run(
-    q, k_ptr, v_ptr, out, total, highest, start, stop, begin, end, scale, key_heads,
+def _forward_steps(
+    q, k_ptr, v_ptr, out, total, highest, start, stop, first, last, steps, before, gap, scale, key_heads,
     KEYS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
-    for first in range(begin, end, KEYS):
-        k = _load_keys(k_ptr, first, end, head, key_heads, KEYS, DIM, MASKED)
-        v = _load_keys(v_ptr, first, end, head, key_heads, KEYS, DIM, MASKED)
-        seen = _seen(first, start, stop, KEYS) if MASKED else True
+    for step in range(steps):
+        key = first + step * KEYS + tl.where(step >= before, gap, 0)
+        k = _load_keys(k_ptr, key, last, head, key_heads, KEYS, DIM, MASKED)
+        v = _load_keys(v_ptr, key, last, head, key_heads, KEYS, DIM, MASKED)
+        seen = _seen(key, start, stop, KEYS) if MASKED else True
         out, total, highest = _softmax_step(q, k, v, seen, out, total, highest, scale, MASKED)
     return out, total, highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "window"])
 def _forward_kernel(
-    q_ptr, k_context_ptr, v_context_ptr, k_block_ptr, v_block_ptr, context_ptr, own_ptr, out_ptr, log_sum_ptr,
-    slots, key_heads, scale,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+    q_ptr, k_context_ptr, v_context_ptr, k_block_ptr, v_block_ptr, origins_ptr, out_ptr, log_sum_ptr,
+    blocks, window, key_heads, scale,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    first_slot, index, valid, start, stop, own_start, own_stop = _tile_rows(
-        context_ptr, own_ptr, slots, key_heads, GROUP, BLOCK, ROWS
+    first_slot, slot, index, valid = _tile_rows(blocks, key_heads, GROUP, BLOCK, ROWS)
+    start, stop, own_start, own_stop = _slot_intervals(
+        origins_ptr, slot, valid, blocks, window, BLOCK, WINDOW
     )
     offset = index[:, None] * DIM + tl.arange(0, DIM)[None, :]
     q = tl.load(q_ptr + offset, mask=valid[:, None], other=0.0)
@@ -122,21 +144,20 @@ def _forward_kernel(
     total = tl.zeros([ROWS], tl.float32)
     highest = tl.full([ROWS], LOWEST, tl.float32)
 
-    k = _load_keys(k_block_ptr, first_slot, slots, tl.program_id(1), key_heads, OWN, DIM, True)
-    v = _load_keys(v_block_ptr, first_slot, slots, tl.program_id(1), key_heads, OWN, DIM, True)
+    k = _load_keys(k_block_ptr, first_slot, blocks * BLOCK, tl.program_id(1), key_heads, OWN, DIM, True)
+    v = _load_keys(v_block_ptr, first_slot, blocks * BLOCK, tl.program_id(1), key_heads, OWN, DIM, True)
     seen = _seen(first_slot, own_start, own_stop, OWN)
     out, total, highest = _softmax_step(q, k, v, seen, out, total, highest, scale, True)
 
-    first, full_from, full_to, last = _context_steps(start, stop, valid, KEYS)
-    out, total, highest = _forward_run(
-        q, k_context_ptr, v_context_ptr, out, total, highest, start, stop, first, full_from, scale, key_heads, KEYS, DIM, True
-    )
-    out, total, highest = _forward_run(
-        q, k_context_ptr, v_context_ptr, out, total, highest, start, stop, full_from, full_to, scale, key_heads, KEYS, DIM, False
-    )
-    out, total, highest = _forward_run(
-        q, k_context_ptr, v_context_ptr, out, total, highest, start, stop, full_to, last, scale, key_heads, KEYS, DIM, True
-    )
+    first, last, before, full, after = _context_steps(start, stop, valid, KEYS)
+    out, total, highest = _forward_steps(
+        q, k_context_ptr, v_context_ptr, out, total, highest, start, stop, first + before * KEYS, last,
+        full, 0, 0, scale, key_heads, KEYS, DIM, False,
+    )  # fmt: skip
+    out, total, highest = _forward_steps(
+        q, k_context_ptr, v_context_ptr, out, total, highest, start, stop, first, last,
+        before + after, before, full * KEYS, scale, key_heads, KEYS, DIM, True,
+    )  # fmt: skip
     total = tl.where(valid, total, 1.0)
     tl.store(out_ptr + offset, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
     tl.store(log_sum_ptr + index, highest + tl.log2(total), mask=valid)
@@ -153,31 +174,34 @@ def _score_gradient(q, k, v, upstream, log_sum, delta, seen, scale, MASKED: tl.c
 
 
 @triton.jit
-def _query_gradient_run(
-    q, k_ptr, v_ptr, upstream, dq, log_sum, delta, start, stop, begin, end, scale, key_heads,
+def _query_gradient_steps(
+    q, k_ptr, v_ptr, upstream, dq, log_sum, delta, start, stop,
+    first, last, steps, before, gap, scale, key_heads,
     KEYS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
-    for first in range(begin, end, KEYS):
-        k = _load_keys(k_ptr, first, end, head, key_heads, KEYS, DIM, MASKED)
-        v = _load_keys(v_ptr, first, end, head, key_heads, KEYS, DIM, MASKED)
-        seen = _seen(first, start, stop, KEYS) if MASKED else True
+    for step in range(steps):
+        key = first + step * KEYS + tl.where(step >= before, gap, 0)
+        k = _load_keys(k_ptr, key, last, head, key_heads, KEYS, DIM, MASKED)
+        v = _load_keys(v_ptr, key, last, head, key_heads, KEYS, DIM, MASKED)
+        seen = _seen(key, start, stop, KEYS) if MASKED else True
         _, ds = _score_gradient(q, k, v, upstream, log_sum, delta, seen, scale, MASKED)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "window"])
 def _row_backward_kernel(
-    q_ptr, k_context_ptr, v_context_ptr, k_block_ptr, v_block_ptr, context_ptr, own_ptr,
+    q_ptr, k_context_ptr, v_context_ptr, k_block_ptr, v_block_ptr, origins_ptr,
     out_ptr, log_sum_ptr, upstream_ptr, delta_ptr, dq_ptr, dk_block_ptr, dv_block_ptr,
-    slots, key_heads, scale,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+    blocks, window, key_heads, scale,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, OWN: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of rows, dk and dv of its slots, and delta = out·upstream for the other kernel."""
-    first_slot, index, valid, start, stop, own_start, own_stop = _tile_rows(
-        context_ptr, own_ptr, slots, key_heads, GROUP, BLOCK, ROWS
+    first_slot, slot, index, valid = _tile_rows(blocks, key_heads, GROUP, BLOCK, ROWS)
+    start, stop, own_start, own_stop = _slot_intervals(
+        origins_ptr, slot, valid, blocks, window, BLOCK, WINDOW
     )
     column = tl.arange(0, DIM)[None, :]
     offset = index[:, None] * DIM + column
@@ -189,189 +213,177 @@ def _row_backward_kernel(
     log_sum = tl.load(log_sum_ptr + index, mask=valid, other=0.0)
     log2_scale = scale * LOG2E
 
-    k = _load_keys(k_block_ptr, first_slot, slots, tl.program_id(1), key_heads, OWN, DIM, True)
-    v = _load_keys(v_block_ptr, first_slot, slots, tl.program_id(1), key_heads, OWN, DIM, True)
+    k = _load_keys(k_block_ptr, first_slot, blocks * BLOCK, tl.program_id(1), key_heads, OWN, DIM, True)
+    v = _load_keys(v_block_ptr, first_slot, blocks * BLOCK, tl.program_id(1), key_heads, OWN, DIM, True)
     seen = _seen(first_slot, own_start, own_stop, OWN)
     p, ds = _score_gradient(q, k, v, upstream, log_sum, delta, seen, log2_scale, True)
     dq = tl.dot(ds.to(k.dtype), k, input_precision="ieee")
     own = first_slot + tl.arange(0, OWN)
     own_offset = (own.to(tl.int64) * key_heads + tl.program_id(1))[:, None] * DIM + column
     # Slots past the tile's whole blocks belong to the next tile.
-    in_tile = ((own < first_slot + ROWS // (BLOCK * GROUP) * BLOCK) & (own < slots))[:, None]
+    in_tile = ((own < first_slot + ROWS // (BLOCK * GROUP) * BLOCK) & (own < blocks * BLOCK))[:, None]
     dv = tl.dot(tl.trans(p.to(q.dtype)), upstream, input_precision="ieee")
     dk = tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee") * scale
     tl.store(dv_block_ptr + own_offset, dv.to(q.dtype), mask=in_tile)
     tl.store(dk_block_ptr + own_offset, dk.to(q.dtype), mask=in_tile)
 
-    first, full_from, full_to, last = _context_steps(start, stop, valid, KEYS)
-    dq = _query_gradient_run(
-        q, k_context_ptr, v_context_ptr, upstream, dq, log_sum, delta, start, stop, first, full_from, log2_scale,
-        key_heads, KEYS, DIM, True,
+    first, last, before, full, after = _context_steps(start, stop, valid, KEYS)
+    dq = _query_gradient_steps(
+        q, k_context_ptr, v_context_ptr, upstream, dq, log_sum, delta, start, stop,
+        first + before * KEYS, last, full, 0, 0, log2_scale, key_heads, KEYS, DIM, False,
     )  # fmt: skip
-    dq = _query_gradient_run(
-        q, k_context_ptr, v_context_ptr, upstream, dq, log_sum, delta, start, stop, full_from, full_to, log2_scale,
-        key_heads, KEYS, DIM, False,
-    )  # fmt: skip
-    dq = _query_gradient_run(
-        q, k_context_ptr, v_context_ptr, upstream, dq, log_sum, delta, start, stop, full_to, last, log2_scale,
-        key_heads, KEYS, DIM, True,
+    dq = _query_gradient_steps(
+        q, k_context_ptr, v_context_ptr, upstream, dq, log_sum, delta, start, stop,
+        first, last, before + after, before, full * KEYS, log2_scale, key_heads, KEYS, DIM, True,
     )  # fmt: skip
     tl.store(dq_ptr + offset, (dq * scale).to(q.dtype), mask=valid[:, None])
 
 
 @triton.jit
-def _key_backward_kernel(
-    q_ptr, k_ptr, v_ptr, context_ptr, visible_ptr, log_sum_ptr, upstream_ptr, delta_ptr, dk_ptr, dv_ptr,
-    tokens, slots, key_heads, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+def _key_gradient_steps(
+    q_ptr, k, v, origins_ptr, log_sum_ptr, upstream_ptr, delta_ptr, dk, dv, key,
+    first, last, begin, end, before, gap, blocks, window, key_heads, scale,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of context keys from one part of the rows that may see it, fp32 [parts, T, Hkv, DIM]."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    part, parts = tl.program_id(2), tl.num_programs(2)
-    first_key = tile * KEYS
-    key = first_key + tl.arange(0, KEYS)
-    k = _load_keys(k_ptr, first_key, tokens, head, key_heads, KEYS, DIM, True)
-    v = _load_keys(v_ptr, first_key, tokens, head, key_heads, KEYS, DIM, True)
-    first_row = tl.load(visible_ptr + tile) * GROUP
-    last_row = tl.load(visible_ptr + tl.num_programs(0) + tile) * GROUP
-    size = tl.cdiv(tl.cdiv(last_row - first_row, parts), ROWS) * ROWS
-    first_row += part * size
-    last_row = tl.minimum(first_row + size, last_row)
-    column = tl.arange(0, DIM)[None, :]
-    dk = tl.zeros([KEYS, DIM], tl.float32)
-    dv = tl.zeros([KEYS, DIM], tl.float32)
-    for first in range(first_row, last_row, ROWS):
-        row = first + tl.arange(0, ROWS)
-        valid = row < last_row
+    """Steps `begin` to `end` of ROWS rows; everything is [keys, rows], so that no product turns a tile
+    around.
+    """
+    head = tl.program_id(1)
+    for step in range(begin, end):
+        row = first + step * ROWS + tl.where(step >= before, gap, 0) + tl.arange(0, ROWS)
+        valid = row < last
         slot = row // GROUP
         index = (slot * key_heads + head).to(tl.int64) * GROUP + row % GROUP
-        start = tl.load(context_ptr + slot, mask=valid, other=0)
-        stop = tl.load(context_ptr + slots + slot, mask=valid, other=0)
-        offset = index[:, None] * DIM + column
+        offset = index[:, None] * DIM + tl.arange(0, DIM)[None, :]
         q = tl.load(q_ptr + offset, mask=valid[:, None], other=0.0)
         upstream = tl.load(upstream_ptr + offset, mask=valid[:, None], other=0.0)
         log_sum = tl.load(log_sum_ptr + index, mask=valid, other=0.0)
         delta = tl.load(delta_ptr + index, mask=valid, other=0.0)
-        # [keys, rows] throughout, so that no product needs a transposed register tile
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E) - log_sum[None, :])
-        p = tl.where((key[:, None] >= start[None, :]) & (key[:, None] < stop[None, :]), p, 0.0)
+        if MASKED:
+            start, stop, _, _ = _slot_intervals(origins_ptr, slot, valid, blocks, window, BLOCK, WINDOW)
+            p = tl.where((key[:, None] >= start[None, :]) & (key[:, None] < stop[None, :]), p, 0.0)
         dv = tl.dot(p.to(q.dtype), upstream, dv, input_precision="ieee")
         ds = p * (tl.dot(v, tl.trans(upstream), input_precision="ieee") - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    offset = ((part.to(tl.int64) * tokens + key) * key_heads + head)[:, None] * DIM + column
-    tl.store(dk_ptr + offset, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(key < tokens)[:, None])
-    tl.store(dv_ptr + offset, dv.to(dv_ptr.dtype.element_ty), mask=(key < tokens)[:, None])
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "window"])
+def _key_backward_kernel(
+    q_ptr, k_ptr, v_ptr, origins_ptr, visible_ptr, log_sum_ptr, upstream_ptr, delta_ptr, dk_ptr, dv_ptr,
+    tokens, blocks, window, key_heads, scale,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile of context keys from one part of the rows that see it, fp32 [parts, T, Hkv,
+    DIM].
+    """
+    tile, tiles, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    part, parts = tl.program_id(2), tl.num_programs(2)
+    key = tile * KEYS + tl.arange(0, KEYS)
+    k = _load_keys(k_ptr, tile * KEYS, tokens, head, key_heads, KEYS, DIM, True)
+    v = _load_keys(v_ptr, tile * KEYS, tokens, head, key_heads, KEYS, DIM, True)
+    first = tl.load(visible_ptr + tile) * GROUP
+    full_first = tl.load(visible_ptr + tiles + tile) * GROUP
+    full_last = tl.load(visible_ptr + 2 * tiles + tile) * GROUP
+    last = tl.load(visible_ptr + 3 * tiles + tile) * GROUP
+    before = tl.cdiv(full_first - first, ROWS)
+    full_from = first + before * ROWS
+    full = tl.maximum(full_last - full_from, 0) // ROWS
+    masked = before + tl.cdiv(tl.maximum(last - full_from - full * ROWS, 0), ROWS)
+    dk = tl.zeros([KEYS, DIM], tl.float32)
+    dv = tl.zeros([KEYS, DIM], tl.float32)
+    share = tl.cdiv(full, parts)
+    dk, dv = _key_gradient_steps(
+        q_ptr, k, v, origins_ptr, log_sum_ptr, upstream_ptr, delta_ptr, dk, dv, key,
+        full_from, last, part * share, tl.minimum((part + 1) * share, full), 0, 0,
+        blocks, window, key_heads, scale, GROUP, BLOCK, WINDOW, DIM, ROWS, False,
+    )  # fmt: skip
+    # From the last part backwards: with few steps, the first parts hold the longer share of the others.
+    share = tl.cdiv(masked, parts)
+    other = parts - 1 - part
+    dk, dv = _key_gradient_steps(
+        q_ptr, k, v, origins_ptr, log_sum_ptr, upstream_ptr, delta_ptr, dk, dv, key,
+        first, last, other * share, tl.minimum((other + 1) * share, masked), before, full * ROWS,
+        blocks, window, key_heads, scale, GROUP, BLOCK, WINDOW, DIM, ROWS, True,
+    )  # fmt: skip
+    offset = ((part.to(tl.int64) * tokens + key) * key_heads + head)[:, None] * DIM + tl.arange(0, DIM)[
+        None, :
+    ]
+    tl.store(dk_ptr + offset, dk * scale, mask=(key < tokens)[:, None])
+    tl.store(dv_ptr + offset, dv, mask=(key < tokens)[:, None])
 
 
 @functools.cache
-def _parts(tiles: int, device: torch.device) -> int:
-    """Parts of the rows in the backward by key tiles: enough programs for two rounds of the device's processors."""
+def _parts(programs: int, device: torch.device) -> int:
+    """Parts of the rows in the backward by key tiles: enough programs for eight on each processor."""
     if device.type != "cuda":
         return 2
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(16, -(-2 * processors // tiles)))
+    return max(1, min(8, -(-8 * processors // programs)))
 
 
-def _tiling(q: Tensor, k_context: Tensor, block: int) -> tuple[int, dict[str, int]]:
-    """Tiles of rows, and the kernels' constants."""
-    group = q.shape[1] // k_context.shape[1]
-    tile_slots = ROWS // (block * group) * block
-    constants = {
-        "GROUP": group,
-        "BLOCK": block,
-        "DIM": q.shape[2],
-        "ROWS": ROWS,
-        "OWN": max(16, triton.next_power_of_2(tile_slots)),
-        "KEYS": KEYS,
-    }
-    return triton.cdiv(q.shape[0], tile_slots), constants
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k_context: Tensor,
+        v_context: Tensor,
+        k_block: Tensor,
+        v_block: Tensor,
+        layout: AnchoredLayout,
+        scale: float,
+    ) -> Tensor:
+        blocks, key_heads = layout.blocks, k_context.shape[1]
+        group = q.shape[1] // key_heads
+        tile_slots = TILE_ROWS // (blocks.size * group) * blocks.size
+        constants = {
+            "GROUP": group,
+            "BLOCK": blocks.size,
+            "WINDOW": blocks.window is not None,
+            "DIM": q.shape[2],
+            "ROWS": TILE_ROWS,
+            "OWN": max(16, triton.next_power_of_2(tile_slots)),
+            "KEYS": KEYS,
+        }
+        grid = (triton.cdiv(blocks.slots, tile_slots), key_heads)
+        sizes = (blocks.anchor.size, blocks.window or 0, key_heads, scale)
+        out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        kernel: Any = _forward_kernel[grid]
+        kernel(
+            q, k_context, v_context, k_block, v_block, layout.origins, out, log_sum,
+            *sizes, **constants, num_warps=8, num_stages=3,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k_context, v_context, k_block, v_block, out, log_sum)
+        ctx.layout, ctx.grid, ctx.sizes, ctx.constants = layout, grid, sizes, constants
+        return out
 
-
-@torch.library.custom_op("specforge::anchored_attention", mutates_args=())
-def _attend(
-    q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_block: Tensor,
-    v_block: Tensor,
-    context: Tensor,
-    own: Tensor,
-    visible_slots: Tensor,
-    block: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output [M, Hq, D] and log-sum-exps [M, Hq] in units of log 2."""
-    slots, heads, _ = q.shape
-    tiles, constants = _tiling(q, k_context, block)
-    out = torch.empty_like(q)
-    log_sum = q.new_empty(slots, heads, dtype=torch.float32)
-    _forward_kernel[(tiles, k_context.shape[1])](
-        q, k_context, v_context, k_block, v_block, context, own, out, log_sum,
-        slots, k_context.shape[1], scale, **constants, num_warps=8, num_stages=3,
-    )  # fmt: skip
-    return out, log_sum
-
-
-@_attend.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-@torch.library.custom_op("specforge::anchored_attention_backward", mutates_args=())
-def _attend_backward(
-    q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_block: Tensor,
-    v_block: Tensor,
-    context: Tensor,
-    own: Tensor,
-    visible_slots: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    upstream: Tensor,
-    block: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the five inputs."""
-    tokens, key_heads, dim = k_context.shape
-    tiles, constants = _tiling(q, k_context, block)
-    delta = torch.empty_like(log_sum)
-    dq, dk_block, dv_block = torch.empty_like(q), torch.empty_like(k_block), torch.empty_like(v_block)
-    _row_backward_kernel[(tiles, key_heads)](
-        q, k_context, v_context, k_block, v_block, context, own, out, log_sum, upstream,
-        delta, dq, dk_block, dv_block, q.shape[0], key_heads, scale, **constants, num_warps=8, num_stages=2,
-    )  # fmt: skip
-    key_tiles = visible_slots.shape[1]
-    parts = _parts(key_tiles * key_heads, q.device)
-    partial = q.new_empty(2, parts, tokens, key_heads, dim, dtype=torch.float32)
-    _key_backward_kernel[(key_tiles, key_heads, parts)](
-        q, k_context, v_context, context, visible_slots, log_sum, upstream, delta, partial[0], partial[1],
-        tokens, q.shape[0], key_heads, scale,
-        GROUP=constants["GROUP"], DIM=dim, ROWS=BACKWARD_ROWS, KEYS=KEY_TILE, num_warps=4, num_stages=3,
-    )  # fmt: skip
-    dk_context, dv_context = partial.sum(dim=1).to(q.dtype).unbind()
-    return dq, dk_context, dv_context.clone(), dk_block, dv_block
-
-
-@_attend_backward.register_fake
-def _(
-    q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in (q, k_context, v_context, k_block, v_block))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.block, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _attend_backward(*ctx.saved_tensors, upstream.contiguous(), ctx.block, ctx.scale)
-    return *gradients, None, None, None, None, None
-
-
-_attend.register_autograd(_backward, setup_context=_save)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q, k_context, v_context, k_block, v_block, out, log_sum = ctx.saved_tensors
+        layout, upstream = ctx.layout, upstream.contiguous()
+        delta, dq = torch.empty_like(log_sum), torch.empty_like(q)
+        dk_block, dv_block = torch.empty_like(k_block), torch.empty_like(v_block)
+        by_rows: Any = _row_backward_kernel[ctx.grid]
+        by_rows(
+            q, k_context, v_context, k_block, v_block, layout.origins, out, log_sum, upstream,
+            delta, dq, dk_block, dv_block, *ctx.sizes, **ctx.constants, num_warps=8, num_stages=3,
+        )  # fmt: skip
+        (tokens, key_heads, dim), tiles = k_context.shape, layout.visible_slots.shape[1]
+        parts = _parts(tiles * key_heads, q.device)
+        partial = q.new_empty(2, parts, tokens, key_heads, dim, dtype=torch.float32)
+        by_keys: Any = _key_backward_kernel[(tiles, key_heads, parts)]
+        by_keys(
+            q, k_context, v_context, layout.origins, layout.visible_slots, log_sum, upstream, delta, *partial,
+            tokens, *ctx.sizes, **{name: ctx.constants[name] for name in ("GROUP", "BLOCK", "WINDOW", "DIM")},
+            ROWS=BACKWARD_ROWS, KEYS=KEY_TILE, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        dk_context, dv_context = partial.sum(dim=1).to(q.dtype)
+        return dq, dk_context, dv_context, dk_block, dv_block, None, None
 
 
 def attend_triton(
@@ -385,5 +397,4 @@ def attend_triton(
 ) -> Tensor:
     """Shapes as `api.anchored_attention`."""
     inputs = (x.contiguous() for x in (q, k_context, v_context, k_block, v_block))
-    out, _ = _attend(*inputs, layout.context, layout.own, layout.visible_slots, layout.block, scale)
-    return out
+    return _Attention.apply(*inputs, layout, scale)

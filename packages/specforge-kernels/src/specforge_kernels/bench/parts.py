@@ -30,7 +30,10 @@ def print_parts(shapes: PartShapes, lengths: Sequence[int], device: torch.device
     """A line a length and operation: milliseconds of forward + backward, and what its peak adds on CUDA."""
     torch.manual_seed(seed)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    attention, objective = choose_attention(device, HEAD_DIM), choose_objective(device)
+    attention, objective = (
+        choose_attention(device, dtype, HEAD_DIM, GROUP, shapes.block),
+        choose_objective(device, dtype),
+    )
     print(f"{'tokens':>7} {'slots':>6}  {'operation':<36} {'ms':>9} {'extra GiB':>10}")
     for tokens in lengths:
         anchors = torch.randperm(max(1, tokens - 1))[: shapes.anchors].sort().values

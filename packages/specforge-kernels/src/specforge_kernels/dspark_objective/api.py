@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ..policy import choose_objective
 from .reference import objective_reference
 from .terms import DSparkLossWeights, DSparkTerms
 
@@ -46,7 +47,11 @@ def dspark_objective(
             raise ValueError(
                 f"{name} must hold one value a slot, {hidden.shape[0]}, found {tuple(value.shape)}"
             )
-    return objective_reference(
+    if choose_objective(hidden.device, hidden.dtype).name == "triton":
+        from .triton import objective_triton as objective
+    else:
+        objective = objective_reference
+    return objective(
         hidden, markov, confidence_logits, head, w2, last_hidden, teacher_index, labels, weights, loss_weights
     )
 

@@ -94,8 +94,8 @@ def slot_chunks(
             raise ValueError(
                 f"{name} of weighted slots must be in [0, {bound}), found {chosen.min()} to {chosen.max()}"
             )
-    # Equal chunks: a short last one would leave the device half empty.
-    for slots in np.array_split(valid, -(-valid.size // size)) if valid.size else ():
+    for begin in range(0, valid.size, size):
+        slots = valid[begin : begin + size]
         rows, teacher_of = np.unique(teacher[slots], return_inverse=True)
         integers = [x.astype(np.int32) for x in (slots, label[slots], rows, teacher_of)]
         index, label_of, rows, teacher_of, weight_of = to_device(

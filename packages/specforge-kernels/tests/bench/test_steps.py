@@ -1,0 +1,87 @@
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from specforge_kernels.bench.peers import find_peer
+from specforge_kernels.bench.steps import (
+    UNSUPERVISED,
+    Sample,
+    StepShapes,
+    draw_lengths,
+    draw_sample,
+    measure_steps,
+    print_reports,
+)
+
+CPU = torch.device("cpu")
+SHAPES = StepShapes(hidden=8, vocabulary=40, mask_token=39, captured=(0, 2))
+
+
+class Linear:
+    """A trainer of one matrix that maps the captured states to the final ones."""
+
+    def __init__(self, shapes: StepShapes, device: torch.device) -> None:
+        self.layer = nn.Linear(
+            len(shapes.captured) * shapes.hidden, shapes.hidden, dtype=torch.bfloat16, device=device
+        )
+        self.parameters: Sequence[torch.Tensor] = list(self.layer.parameters())
+        self.seen: list[int] = []
+
+    def forward(self, sample: Sample) -> torch.Tensor:
+        self.seen.append(sample.tokens.shape[0])
+        return (self.layer(sample.hidden) - sample.last_hidden).square().mean()
+
+    def update(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def test_lengths_are_those_of_the_published_run() -> None:
+    lengths = draw_lengths(1000)
+    assert lengths[:24] == draw_lengths()
+    assert draw_lengths(seed=8) != draw_lengths()
+    assert min(lengths) >= 43
+    assert max(lengths) <= 3911
+    # log-normal around e^6.5
+    assert 600 < sorted(lengths)[500] < 750
+
+
+def test_sample_has_the_shapes_of_a_capture() -> None:
+    sample = draw_sample(SHAPES, 20, CPU)
+    assert sample.hidden.shape == (20, 16)
+    assert sample.last_hidden.shape == (20, 8)
+    assert sample.tokens.max() < SHAPES.mask_token
+    assert sample.loss_mask.tolist() == [False] * int(20 * UNSUPERVISED) + [True] * 14
+    assert torch.equal(sample.device_loss_mask[0].bool(), sample.loss_mask)
+
+
+def test_every_contender_takes_the_same_lengths(capsys) -> None:
+    built = []
+
+    def build(shapes: StepShapes, device: torch.device) -> Linear:
+        built.append(Linear(shapes, device))
+        return built[-1]
+
+    reports = [measure_steps(name, build, SHAPES, [5, 9], [4], CPU) for name in ("one", "two")]
+    assert [contender.seen for contender in built] == [[5, 9] * 3 + [4] * 6] * 2
+    assert reports[0].parameters == 16 * 8 + 8
+    assert reports[0].samples_per_s > 0
+    assert math.isclose(reports[0].samples_per_s, 1e3 / reports[0].mean.total)
+    print_reports(reports)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][-2:] == ["S=4", "GiB"]
+    assert [line[0] for line in lines[1:]] == ["one", "two"]
+    assert float(lines[1][4]) == 1
+    assert math.isclose(
+        float(lines[2][4]), reports[0].samples_per_s / reports[1].samples_per_s, abs_tol=0.006
+    )
+
+
+def test_a_missing_peer_says_what_is_needed(tmp_path) -> None:
+    with pytest.raises(ValueError, match="unknown peer 'eagle': choose one of specforge, speculators"):
+        find_peer("eagle", tmp_path)
+    with pytest.raises(ValueError, match="specforge is timed from its wheel unpacked in"):
+        find_peer("specforge", tmp_path)
