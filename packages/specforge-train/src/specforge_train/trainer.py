@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from specforge_config.features import FeatureBatch
 from specforge_config.run import RunConfig
@@ -98,7 +97,7 @@ class Trainer:
         world: World,
         checkpoints: Checkpoints,
         total_steps: int,
-        evaluate: Callable[[nn.Module], DecodeCounts] | None = None,
+        evaluate: Callable[[DraftModel], DecodeCounts] | None = None,
         report: Report | None = None,
     ) -> None:
         """Build the sharded draft and its optimizer, and load where the run stands.
