@@ -8,9 +8,10 @@ from specforge_launch.failure import explain
 def rank(errors: Path, number: int, error: str, at: float, **fields: Any) -> None:
     record = {
         "rank": number,
-        "step": 4,
+        "step": 3,
         "time": at,
-        "error": error,
+        "type": error.partition(": ")[0],
+        "message": error.partition(": ")[2],
         "traceback": f"Traceback of {number}",
         "peer": False,
     }
@@ -38,7 +39,7 @@ def test_the_earliest_error_of_its_own_is_the_origin(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_was_killed_comes_before_its_peers_complaints(tmp_path: Path) -> None:
-    rank(tmp_path, 0, "RuntimeError: Connection closed by peer", 1.0, peer=True, step=7)
+    rank(tmp_path, 0, "RuntimeError: Connection closed by peer", 1.0, peer=True, step=6)
     exits(tmp_path, {0: 1, 1: -9})
     failure = explain(tmp_path, last_step=6)
     assert failure.headline.startswith("rank 1 was killed by SIGKILL in step 7")

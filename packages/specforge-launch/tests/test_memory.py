@@ -3,6 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from specforge_config.draft import BlockDraft
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape, read_target_shape
 from specforge_launch.memory import MemoryPlan, draft_parameters, predict
@@ -11,9 +12,13 @@ from specforge_train.registry import get_method
 Load = Callable[..., RunConfig]
 
 
-def predicted(config: RunConfig, **options: object) -> MemoryPlan:
-    target = read_target_shape(config.target.path)
-    return predict(config, target, **{"on_gpu": False, "capacity": None, **options})
+def predicted(config: RunConfig, capacity: int | None = None) -> MemoryPlan:
+    return predict(config, read_target_shape(config.target.path), on_gpu=False, capacity=capacity)
+
+
+def parameters_of(config: RunConfig) -> int:
+    assert isinstance(config.draft, BlockDraft)
+    return draft_parameters(config.draft, read_target_shape(config.target.path))
 
 
 @pytest.mark.parametrize(
@@ -38,12 +43,12 @@ def test_the_predicted_parameters_are_those_of_the_real_draft(load: Load, overri
     target, method = read_target_shape(config.target.path), get_method("dspark")
     with torch.device("meta"):
         model = method.build(method.resolve(config.draft, target, mask_token_id=5))
-    assert draft_parameters(config.draft, target) == sum(p.numel() for p in model.parameters())
+    assert parameters_of(config) == sum(p.numel() for p in model.parameters())
 
 
 def test_one_rank_holds_sixteen_bytes_a_parameter(load: Load) -> None:
     config = load()
-    parameters = draft_parameters(config.draft, read_target_shape(config.target.path))
+    parameters = parameters_of(config)
     parts = predicted(config).parts
     states = ("draft master weights", "draft gradients", "optimizer states", "gathered draft weights")
     assert sum(parts[name] for name in states) == 16 * parameters
@@ -52,7 +57,7 @@ def test_one_rank_holds_sixteen_bytes_a_parameter(load: Load) -> None:
 @pytest.mark.parametrize(("sharding", "shards"), [("no_shard", 1), ("grad_op", 4), ("full", 4)])
 def test_sharding_divides_the_states(load: Load, sharding: str, shards: int) -> None:
     config = load("deployment.trainer.nproc_per_node=4", f"training.sharding={sharding}")
-    parameters = draft_parameters(config.draft, read_target_shape(config.target.path))
+    parameters = parameters_of(config)
     parts = predicted(config).parts
     assert parts["optimizer states"] == 8 * parameters // shards
     assert parts["draft master weights"] == parts["draft gradients"] == 4 * parameters // shards

@@ -53,7 +53,7 @@ def test_clearing_keeps_checkpoints_and_results(tmp_path: Path) -> None:
     for path in (*kept, *gone):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    folder.clear()
+    folder.clear(0, [0, 1])
     assert all(path.exists() for path in kept)
     assert not any(path.exists() for path in gone)
     assert folder.has_checkpoint
@@ -72,3 +72,5 @@ def test_a_follower_reads_whole_lines_from_where_it_began(tmp_path: Path) -> Non
         file.write("ee\n")
         file.flush()
         assert follower.lines() == ["three"]
+    path.write_text("anew\n")
+    assert follower.lines() == ["anew"]

@@ -15,10 +15,10 @@ from typing import Any
 from specforge_capture.prompts.plan import PromptPlan
 from specforge_capture.stream import LocalRolloutStream
 from specforge_capture.targets.hf import HFTarget
+from specforge_config.loading import dump_run
 from specforge_config.run import RunConfig
 from specforge_launch.drafts import check_exported
 from specforge_launch.measure import Evaluator, load_counts, number, save_counts
-from specforge_launch.plan import outputs_of
 from specforge_launch.resolve import resolve
 from specforge_launch.run_folder import RunFolder
 from specforge_train.checkpoint import Checkpoints
@@ -102,6 +102,7 @@ def finish(
         )
 
     resolved = evaluator.resolved
+    world.on_main(lambda: accept(resolved.config, folder))
     if trainer.step == 0 and evaluator.prompts:
         untrained = measured("untrained")
         if untrained is None:
@@ -127,19 +128,27 @@ def finish(
     report({"stage": "done", "step": training.steps})
 
 
+def accept(config: RunConfig, folder: RunFolder) -> None:
+    """Note that the folder is now this configuration's: what an earlier one summed up is not its result."""
+    folder.summary.unlink(missing_ok=True)
+    folder.resolved.write_text(dump_run(config))
+
+
 def summarize(
     config: RunConfig, training: TrainSummary, untrained: DecodeCounts | None, trained: DecodeCounts | None
 ) -> dict[str, Any]:
     """The table at the end of a run; `None` where nothing was measured."""
-    paths = outputs_of(config.folder)
+    folder = RunFolder(config.folder)
+
+    def slots(counts: DecodeCounts | None) -> list[float | None] | None:
+        return [number(share) for share in counts.accept_by_slot] if counts else None
+
     return {
         "name": config.name,
         "tau_untrained": number(untrained.tau) if untrained else None,
         "tau_trained": number(trained.tau) if trained else None,
-        "accept_by_slot": [number(share) for share in trained.accept_by_slot] if trained else None,
-        "accept_by_slot_untrained": [number(share) for share in untrained.accept_by_slot]
-        if untrained
-        else None,
+        "accept_by_slot": slots(trained),
+        "accept_by_slot_untrained": slots(untrained),
         "lossless_identical": trained.identical if trained else None,
         "lossless_total": trained.total if trained else None,
         "samples_per_s": training.samples_per_s,
@@ -150,10 +159,10 @@ def summarize(
         "samples": training.samples,
         "paths": {
             "checkpoint": str(training.checkpoint),
-            "exported draft": paths["export"],
-            "metrics": paths["metrics"],
-            "summary": paths["summary"],
-            "report": paths["report"],
+            "exported draft": str(folder.export),
+            "metrics": str(folder.metrics),
+            "summary": str(folder.summary),
+            "report": str(folder.report),
         },
     }
 

@@ -1,9 +1,9 @@
 """Why a run failed: told from what ranks wrote and how they ended, the origin first.
 
-A rank that raises writes `errors/rank-<r>.json`: rank, step, time, error, traceback, and `peer`, whether it
-only lost a peer. The agent writes `errors/exits.node<n>.json`: the exit code of each rank that failed. A rank
-that the kernel killed wrote nothing. So the origin is the earliest rank that raised for a reason of its own;
-else one that ended without a word; else the first that lost a peer.
+A rank that raises writes `errors/rank-<r>.json`: rank, steps done, time, type, message, traceback and `peer`,
+whether it only lost a peer. The agent writes `errors/exits.node<n>.json`: the exit code of each rank that
+failed. A rank that the kernel killed wrote nothing. So the origin is the earliest rank that raised for a
+reason of its own; else one that ended without a word; else the first that lost a peer.
 """
 
 import json
@@ -51,10 +51,9 @@ def explain(errors: Path, last_step: int | None) -> Failure:
 
 
 def _raised(origin: dict[str, Any], later: list[dict[str, Any]], silent: list[int]) -> Failure:
-    kind, _, message = origin["error"].partition(": ")
-    if kind in ("ValueError", "ConfigError") and origin["step"] is None:
-        return Failure(message, user_error=True)
-    headline = f"rank {origin['rank']} failed{_at(origin['step'])}: {origin['error']}"
+    if origin["type"] in ("ValueError", "ConfigError") and origin["step"] is None:
+        return Failure(origin["message"], user_error=True)
+    headline = f"rank {origin['rank']} failed{_at(origin['step'])}: {origin['type']}: {origin['message']}"
     return Failure(headline, origin["traceback"], _peers(later, silent))
 
 
@@ -62,7 +61,7 @@ def _silent(
     rank: int, code: int, raised: list[dict[str, Any]], others: list[int], last_step: int | None
 ) -> Failure:
     steps = [record["step"] for record in raised if record["step"] is not None]
-    step = min(steps) if steps else None if last_step is None else last_step + 1
+    step = min(steps) if steps else last_step
     if code >= 0:
         return Failure(
             f"rank {rank} ended with exit code {code}{_at(step)}; see its log", peers=_peers(raised, others)
@@ -75,7 +74,10 @@ def _silent(
 
 
 def _peers(raised: list[dict[str, Any]], silent: list[int]) -> tuple[str, ...]:
-    lines = [f"rank {r['rank']} then failed{_at(r['step'])}: {r['error'].splitlines()[0]}" for r in raised]
+    lines = [
+        f"rank {r['rank']} then failed{_at(r['step'])}: {r['type']}: {r['message'].partition(chr(10))[0]}"
+        for r in raised
+    ]
     if silent:
         lines.append(
             f"ended because of it: rank{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))}"
@@ -83,5 +85,5 @@ def _peers(raised: list[dict[str, Any]], silent: list[int]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _at(step: int | None) -> str:
-    return "" if step is None else f" in step {step}"
+def _at(done: int | None) -> str:
+    return "" if done is None else f" in step {done + 1}"

@@ -5,7 +5,7 @@ Rank r decodes prompts r, r + size, …; counts are summed over the world before
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from specforge_capture.prompts.evaluation import load_eval_prompts
 from specforge_capture.targets.hf import HFTarget
 from specforge_launch.resolve import Resolved
-from specforge_train.decode import DecodeCounts, evaluate
+from specforge_train.decode import DecodeCounts, PlainOutput, evaluate
 from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.base import DraftModel, Method
 from specforge_train.parallel import World
@@ -41,6 +41,8 @@ class Evaluator:
     """[S] int64 each."""
     rank: int = 0
     size: int = 1
+    own_outputs: dict[tuple[int, ...], PlainOutput] = field(default_factory=dict)
+    """Prompt -> the target's own output: it is frozen, one decoding serves all evaluations of a run."""
 
     @classmethod
     def of_run(
@@ -71,6 +73,7 @@ class Evaluator:
             self.resolved.config.evaluation.max_new_tokens,
             self.resolved.special.stop,
             on_prompt,
+            self.own_outputs,
         )
 
     def while_training(self, draft: DraftModel) -> DecodeCounts:

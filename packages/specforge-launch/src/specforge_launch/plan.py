@@ -13,6 +13,7 @@ from specforge_config.target import TargetShape, read_target_shape
 from specforge_config.unbuilt import not_implemented
 from specforge_launch.machine import cores, gpu_memory, main_memory
 from specforge_launch.memory import MemoryPlan, predict
+from specforge_launch.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -86,18 +87,19 @@ class RunPlan:
         return {**plain, "memory": self.memory.to_json(), **steps}
 
 
-def outputs_of(folder: str) -> dict[str, str]:
+def outputs_of(config: RunConfig) -> dict[str, str]:
     """Where the parts of a run lie under its output folder."""
-    names = {
-        "checkpoints": "checkpoints",
-        "export": "export",
-        "metrics": "metrics.jsonl",
-        "summary": "summary.json",
-        "report": "report.html",
-        "configuration": "resolved.yaml",
-        "logs": "logs",
+    folder = RunFolder(config.folder)
+    paths = {
+        "checkpoints": folder.checkpoints,
+        "export": folder.export,
+        "metrics": folder.metrics,
+        "summary": folder.summary,
+        "report": folder.report,
+        "configuration": folder.resolved,
+        "logs": folder.logs,
     }
-    return {name: str(Path(folder) / path) for name, path in names.items()}
+    return {name: str(path) for name, path in paths.items()}
 
 
 def make_plan(config: RunConfig) -> RunPlan:
@@ -131,13 +133,8 @@ def make_plan(config: RunConfig) -> RunPlan:
         engine_args=_engine_args(config, target),
         memory=predict(config, target, on_gpu=on_gpu, capacity=capacity),
         steps=_steps(config),
-        outputs=outputs_of(config.folder),
+        outputs=outputs_of(config),
     )
-
-
-def worker_command(resolved: str | Path) -> list[str]:
-    """What a rank runs, without the interpreter."""
-    return ["-m", "specforge_launch.worker", str(resolved)]
 
 
 def agent_arguments(plan: RunPlan, node: int) -> list[str]:
@@ -163,7 +160,7 @@ def agent_arguments(plan: RunPlan, node: int) -> list[str]:
 
 def _process(config: RunConfig, rank: int, on_gpu: bool) -> Process:
     node, local = divmod(rank, config.deployment.trainer.nproc_per_node)
-    command = (sys.executable, *worker_command(outputs_of(config.folder)["configuration"]))
+    command = (sys.executable, "-m", "specforge_launch.worker", str(RunFolder(config.folder).launch(node)))
     return Process("trainer", node, rank, local, f"cuda:{local}" if on_gpu else "cpu", command)
 
 

@@ -3,9 +3,8 @@
 import fcntl
 import json
 import os
-import shutil
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -40,13 +39,21 @@ class RunFolder:
         """The table of a finished run."""
         return json.loads(self.summary.read_text()) if self.summary.is_file() else None
 
-    def clear(self) -> None:
-        """Remove what an earlier launch left for its own launcher: its stop request, errors and progress."""
-        shutil.rmtree(self.errors, ignore_errors=True)
-        for path in (self.stop, self.progress):
-            path.unlink(missing_ok=True)
+    def launch(self, node: int) -> Path:
+        """What a node's ranks are started with; it becomes `resolved.yaml` once they accept it."""
+        return self.path / f".launch.node{node}.yaml"
+
+    def exits(self, node: int) -> Path:
+        """Where a node's agent writes how its ranks failed."""
+        return self.errors / f"exits.node{node}.json"
+
+    def clear(self, node: int, ranks: Iterable[int]) -> None:
+        """Remove what an earlier start of a node left: errors; on node 0 progress and a stop request too."""
         for path in (self.errors, self.logs):
             path.mkdir(parents=True, exist_ok=True)
+        stale = [self.exits(node), *(self.errors / f"rank-{rank}.json" for rank in ranks)]
+        for path in (*stale, *((self.stop, self.progress) if node == 0 else ())):
+            path.unlink(missing_ok=True)
 
     @contextmanager
     def lock(self, node: int) -> Generator[IO[str], None, None]:
@@ -56,7 +63,7 @@ class RunFolder:
             ValueError: if another launcher holds it, naming its process.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / f"lock.node{node}", "a+") as file:
+        with open(self.path / f".lock.node{node}", "a+") as file:
             deadline = time.monotonic() + _LOCK_SECONDS
             while not _locked(file):
                 if time.monotonic() > deadline:
@@ -92,6 +99,8 @@ class Follower:
         """The lines that were finished since the last call."""
         if not self._path.exists():
             return []
+        if self._path.stat().st_size < self._offset:  # begun anew
+            self._offset = 0
         with open(self._path, "rb") as file:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")

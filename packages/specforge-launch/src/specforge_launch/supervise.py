@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,7 +20,7 @@ from specforge_config.loading import dump_run
 from specforge_config.run import RunConfig
 from specforge_launch import lifeline
 from specforge_launch.failure import explain
-from specforge_launch.plan import RunPlan, agent_arguments, worker_command
+from specforge_launch.plan import RunPlan, agent_arguments
 from specforge_launch.progress import View
 from specforge_launch.run_folder import Follower, RunFolder
 
@@ -74,20 +73,15 @@ def run_node(config: RunConfig, plan: RunPlan, node: int, out: Console, err: Con
     """
     started, folder = time.time(), RunFolder(config.folder)
     with folder.lock(node) as lock, StopRequests() as requests:
-        if node == 0:
-            folder.clear()
-        resolved = folder.resolved if node == 0 else folder.path / f"resolved.node{node}.yaml"
-        resolved.write_text(dump_run(config))
-        exits = folder.errors / f"exits.node{node}.json"
-        agent = _start_agent(
-            plan, node, exits, [*worker_command(resolved), str(started)], lock.fileno(), folder.logs
-        )
+        folder.clear(node, [process.rank for process in plan.processes if process.node == node])
+        folder.launch(node).write_text(dump_run(config))
+        agent = _start_agent(plan, folder, node, started, lock.fileno())
         try:
             last = _watch(agent, folder, requests, out)
         finally:
             _kill(agent)
         if agent.returncode == 0:
-            if last.get("stage") == "done":
+            if last.get("stage") == "done" or (node > 0 and not requests.count):
                 return OK
             out.print(
                 f"stopped after step {last.get('step', 0)}; the same command goes on from there",
@@ -101,23 +95,18 @@ def run_node(config: RunConfig, plan: RunPlan, node: int, out: Console, err: Con
 
 
 def _start_agent(
-    plan: RunPlan, node: int, exits: Path, worker: list[str], lock: int, logs: Path
+    plan: RunPlan, folder: RunFolder, node: int, started: float, lock: int
 ) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "specforge_launch.agent",
-        str(exits),
-        *agent_arguments(plan, node),
-        *worker,
-    ]
+    local = next(process for process in plan.processes if process.node == node)
+    torchrun = [*agent_arguments(plan, node), *local.command[1:], str(started)]
+    command = [sys.executable, "-m", "specforge_launch.agent", str(folder.exits(node)), *torchrun]
     # Safe path: a module of the working directory never shadows an installed one.
     environment = {
         **lifeline.environment(),
         "OMP_NUM_THREADS": str(plan.threads_per_rank),
         "PYTHONSAFEPATH": "1",
     }
-    with open(logs / f"agent.node{node}.log", "wb") as log:
+    with open(folder.logs / f"agent.node{node}.log", "wb") as log:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -1,0 +1,42 @@
+"""Starts runs for the tests of this folder, which goes on the path for `launched`."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launched import SHORT, Launched
+
+CHATS = Path(__file__).parents[1] / "recipes" / "tiny-chats" / "train.jsonl"
+ROWS = 50  # twelve steps of four an epoch, and a tail of two that fills none
+
+
+@pytest.fixture(scope="module")
+def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first rows of the shipped chats."""
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    with CHATS.open() as file:
+        path.write_text("".join(islice(file, ROWS)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def launch(train_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Launched]]:
+    """Starts a shortened quickstart in a folder, by name; what still runs at the end is killed."""
+    place, started = tmp_path_factory.mktemp("runs"), []
+
+    def start(name: str, *arguments: str) -> Launched:
+        run = Launched(place / name, [*SHORT, f"data.train={train_file}", *arguments], place)
+        started.append(run)
+        return run
+
+    yield start
+    for run in started:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGKILL)
+            run.process.communicate(timeout=30)
