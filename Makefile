@@ -30,7 +30,7 @@ quickstart: setup ## Train a draft model for a tiny target, and measure it
 	.venv/bin/specforge-launch run $(RECIPE)
 
 test: setup ## Run the whole test suite
-	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS) --dist loadscope $(PYTEST_ARGS)
+	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: setup ## Check style
 	.venv/bin/ruff check

@@ -73,22 +73,40 @@ def test_a_run_that_has_finished_is_not_done_again(launch: Launch, whole: Ended)
     assert again.summary == before
 
 
-def test_checkpoint_and_export_measure_as_the_run_did(
-    whole: Ended, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def call(*arguments: str) -> str:
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command prints, run in this process."""
+
+    def run(*arguments: str) -> str:
         monkeypatch.setattr("sys.argv", ["specforge-launch", *arguments])
         with pytest.raises(SystemExit) as stop:
             cli.main()
         assert not stop.value.code
         return capsys.readouterr().out
 
+    return run
+
+
+def test_checkpoint_and_export_measure_as_the_run_did(whole: Ended, call: Callable[..., str]) -> None:
     measured = json.loads(call("evaluate", str(whole.folder), "--json"))
     assert measured["tau"] == whole.summary["tau_trained"]
     exported = json.loads(call("evaluate", str(whole.folder / "export"), "--json"))
     assert exported["lossless_identical"] == exported["lossless_total"] == 2
     assert exported["tau"] == pytest.approx(measured["tau"], rel=0.2)  # weights rounded to bfloat16
+
+
+def test_exporting_again_gives_the_same_draft(whole: Ended, call: Callable[..., str], tmp_path: Path) -> None:
     assert "complete" in call("export", str(whole.folder), "--check")
+    call("export", str(whole.folder), "--checkpoint", "step-000048", "--output", str(tmp_path / "draft"))
+    weights, expected = (read_weights(folder) for folder in (tmp_path / "draft", whole.folder / "export"))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_prepare_tells_what_is_trained_on(whole: Ended, call: Callable[..., str]) -> None:
+    text = call("prepare", str(whole.folder / "resolved.yaml"), "data.max_length=64")
+    assert "50: 50 kept, 0 dropped" in text
+    assert "<|im_start|>assistant" in text
 
 
 def test_two_nodes_train_as_one_rank_and_wait_for_slow_prompts(
@@ -164,3 +182,4 @@ def test_another_plan_is_not_resumed(launch: Launch, whole: Ended) -> None:
     assert "prompt_seed" in other.err
     assert "Traceback" not in other.err
     assert whole.summary == summary
+    assert "finished before" in launch("whole").end().out

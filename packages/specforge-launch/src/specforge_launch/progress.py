@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TaskID,
@@ -56,8 +55,7 @@ class View:
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[text]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=console,
@@ -83,17 +81,16 @@ class View:
         if event.get("tau") is not None:
             return self.message(f"step {step}: τ {event['tau']:.2f} measured")
         self._seen = {**self._seen, **event} if stage == self._stage else event
-        text = numbers(self._seen)
+        text = f"{step}/{total}  {numbers(self._seen)}".rstrip() if total else numbers(self._seen)
         if self._console.is_terminal:
             if stage != self._stage and self._task is not None:
                 self._bar.remove_task(self._task)
                 self._task = None
             if self._task is None:
-                self._task = self._bar.add_task(STAGES[stage], total=total, completed=step, numbers=text)
-            self._bar.update(self._task, completed=step, total=total, numbers=text)
+                self._task = self._bar.add_task(STAGES[stage], total=total, completed=step, text=text)
+            self._bar.update(self._task, completed=step, total=total, text=text)
         elif stage != self._stage or step == total or time.monotonic() - self._last_line > _PLAIN_SECONDS:
-            count = f"  {step}/{total}" if total else ""
-            self._console.print(f"{STAGES[stage]}{count}  {text}".rstrip(), highlight=False)
+            self._console.print(f"{STAGES[stage]}  {text}".rstrip(), highlight=False)
             self._last_line = time.monotonic()
         self._stage = stage
 

@@ -47,7 +47,8 @@ def start(config: RunConfig, plan: RunPlan, node: int, out: Console, err: Consol
     if code == OK and node == 0:
         from specforge_launch.report import write_report
 
-        write_report(folder.path)
+        with out.status("writing the report"):
+            write_report(folder.path)
         summary = folder.read_summary()
         assert summary is not None, "a run that is done has written its summary"
         out.print(summary_table(summary))
