@@ -17,7 +17,10 @@ MINIMAL = {"target": {"path": "t"}, "data": {"train": "a"}}
             {"draft": {"rope_scaling": {"rope_type": "linear", "factor": 2}}},
             "draft.rope_scaling with rope_type=linear (built: default, yarn)",
         ),
-        ({"target": {"path": "t", "backend": "sglang"}}, "target.backend=sglang (built: hf)"),
+        (
+            {"target": {"path": "t", "backend": "sglang"}, "engine": {"load_format": "dummy"}},
+            "engine.load_format=dummy (built: auto)",
+        ),
         ({"target": {"path": "t", "gguf_file": "x.gguf"}}, "target.gguf_file=x.gguf (built: safetensors)"),
         ({"deployment": {"mode": "disaggregated"}}, "deployment.mode=disaggregated (built: local_colocated)"),
         (
@@ -36,10 +39,17 @@ def test_unbuilt_settings_are_named(sections: dict[str, Any], refused: str) -> N
 
 
 def test_every_unbuilt_setting_is_named() -> None:
-    sections = {"draft": {"method": "eagle3"}, "target": {"path": "t", "backend": "sglang"}}
+    sections = {"draft": {"method": "eagle3"}, "target": {"path": "t", "gguf_file": "x.gguf"}}
     assert len(not_implemented(RunConfig.model_validate(MINIMAL | sections))) == 2
 
 
-@pytest.mark.parametrize("sections", [{}, {"draft": {"rope_scaling": {"type": "yarn", "factor": 2}}}])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"draft": {"rope_scaling": {"type": "yarn", "factor": 2}}},
+        {"target": {"path": "t", "backend": "sglang"}},
+    ],
+)
 def test_built_runs_may_start(sections: dict[str, Any]) -> None:
     assert not_implemented(RunConfig.model_validate(MINIMAL | sections)) == []

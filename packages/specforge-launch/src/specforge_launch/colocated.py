@@ -12,14 +12,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from specforge_capture.prompts.plan import PromptPlan
+from specforge_capture.sglang.local import SGLangTarget
 from specforge_capture.stream import LocalRolloutStream
 from specforge_capture.targets.hf import HFTarget
 from specforge_config.loading import dump_run
 from specforge_config.run import RunConfig
 from specforge_launch.drafts import check_exported
 from specforge_launch.measure import Evaluator, load_counts, number, save_counts
-from specforge_launch.resolve import resolve
+from specforge_launch.resolve import Resolved, resolve
 from specforge_launch.run_folder import RunFolder
 from specforge_train.checkpoint import Checkpoints
 from specforge_train.decode import DecodeCounts
@@ -59,7 +62,9 @@ def run(config: RunConfig, started: float) -> None:
         keep=config.training.keep_checkpoints,
         resume=config.training.resume,
     )
-    target = HFTarget(target_config.path, resolved.spec, world.device, resolved.special.stop)
+    target = start_target(resolved, world.device)
+    if isinstance(target, SGLangTarget):
+        report({"stage": "target", "startup_seconds": target.startup.seconds})
     island, place = topology.island_of(world.rank)
     stream = LocalRolloutStream(target, prompts, plan, island=island, rank=place, start_step=checkpoints.step)
     frozen = load_frozen(
@@ -87,13 +92,21 @@ def run(config: RunConfig, started: float) -> None:
     world.close()
 
 
+def start_target(resolved: Resolved, device: torch.device) -> HFTarget | SGLangTarget:
+    """This rank's share of the target, after the process group has started."""
+    config, spec, stop = resolved.config, resolved.spec, resolved.special.stop
+    if config.target.backend == "hf":
+        return HFTarget(config.target.path, spec, device, stop)
+    return SGLangTarget(config, resolved.target, spec, device, stop)
+
+
 def finish(
     trainer: Trainer, evaluator: Evaluator, world: World, folder: RunFolder, report: Report, started: float
 ) -> None:
     """Measure, train, measure again, export and sum up; leave early once a stop is asked for."""
 
     def measured(stage: str) -> DecodeCounts | None:
-        every = world.size
+        every = evaluator.size
         return evaluator.over_world(
             trainer.draft(),
             world,

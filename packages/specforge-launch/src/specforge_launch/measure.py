@@ -1,6 +1,6 @@
 """Measuring a draft by speculative decoding on held-out prompts, spread over the ranks of a run.
 
-Rank r decodes prompts r, r + size, …; counts are summed over the world before any ratio is formed.
+Island i decodes prompts i, i + islands, …; counts are summed over the world before any ratio is formed.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specforge_capture.prompts.evaluation import load_eval_prompts
-from specforge_capture.targets.hf import HFTarget
+from specforge_capture.targets.base import DecodingTarget
 from specforge_launch.resolve import Resolved
 from specforge_train.decode import DecodeCounts, PlainOutput, evaluate
 from specforge_train.frozen import FrozenTarget
@@ -34,13 +34,15 @@ class Evaluator:
     """Decodes the evaluation prompts of a run with whatever draft it is given."""
 
     resolved: Resolved
-    target: HFTarget
+    target: DecodingTarget
     method: Method
     frozen: FrozenTarget
     prompts: list[Tensor]
     """[S] int64 each."""
-    rank: int = 0
+    island: int = 0
+    """Which share of the prompts this rank's island decodes."""
     size: int = 1
+    """Islands."""
     own_outputs: dict[tuple[int, ...], PlainOutput] = field(default_factory=dict)
     """Prompt -> the target's own output: it is frozen, one decoding serves all evaluations of a run."""
 
@@ -48,7 +50,7 @@ class Evaluator:
     def of_run(
         cls,
         resolved: Resolved,
-        target: HFTarget,
+        target: DecodingTarget,
         method: Method,
         frozen: FrozenTarget,
         world: World | None = None,
@@ -56,7 +58,8 @@ class Evaluator:
         """Read the prompts that `evaluation` names."""
         settings = resolved.config.evaluation
         loaded = load_eval_prompts(settings.prompts, resolved.renderer, settings.max_prompts)
-        place = (world.rank, world.size) if world else (0, 1)
+        topology = resolved.config.topology
+        place = (topology.island_of(world.rank)[0], topology.num_islands) if world else (0, 1)
         return cls(resolved, target, method, frozen, [prompt.input_ids for prompt in loaded], *place)
 
     def share(
@@ -65,16 +68,29 @@ class Evaluator:
         prompts: Sequence[Tensor],
         on_prompt: Callable[[DecodeCounts], None] | None = None,
     ) -> DecodeCounts:
-        """Decode this rank's share of `prompts`."""
-        return evaluate(
-            self.target,
-            self.method.drafter(draft, self.frozen),
-            prompts[self.rank :: self.size],
-            self.resolved.config.evaluation.max_new_tokens,
-            self.resolved.special.stop,
-            on_prompt,
-            self.own_outputs,
-        )
+        """Decode the island's share of `prompts`; nothing on ranks that only lend their part of the target.
+
+        A collective of the island. What `on_prompt` raises to end it early, `StopRequested`, is raised again.
+        """
+        drafter, stopped = self.method.drafter(draft, self.frozen), None
+        counts = DecodeCounts.zeros(drafter.block_size)
+        with self.target.decoding() as leads:
+            try:
+                if leads:
+                    counts = evaluate(
+                        self.target,
+                        drafter,
+                        prompts[self.island :: self.size],
+                        self.resolved.config.evaluation.max_new_tokens,
+                        self.resolved.special.stop,
+                        on_prompt,
+                        self.own_outputs,
+                    )
+            except StopRequested as request:
+                stopped = request  # the island's other ranks are let go before it leaves the block
+        if stopped is not None:
+            raise stopped
+        return counts
 
     def while_training(self, draft: DraftModel) -> DecodeCounts:
         """This rank's share of the first `evaluation.interval_prompts` prompts."""
@@ -84,7 +100,7 @@ class Evaluator:
         self, draft: DraftModel, world: World, stop: Path, progress: Progress = lambda done, total: None
     ) -> DecodeCounts | None:
         """Counts of all prompts over the world; None on every rank once `stop` exists. A collective."""
-        own = len(self.prompts[self.rank :: self.size])
+        own = len(self.prompts[self.island :: self.size])
 
         def on_prompt(counts: DecodeCounts) -> None:
             progress(counts.total, own)

@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from specforge_capture.sglang.engine_args import resolve_engine_arguments
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape, read_target_shape
 from specforge_config.unbuilt import not_implemented
@@ -130,7 +131,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         processes=tuple(_process(config, rank, on_gpu) for rank in range(topology.world_size)),
         threads_per_rank=threads,
         rendezvous=port,
-        engine_args=_engine_args(config, target),
+        engine_args=_engine_args(config, target, on_gpu=on_gpu),
         memory=predict(config, target, on_gpu=on_gpu, capacity=capacity),
         steps=_steps(config),
         outputs=outputs_of(config),
@@ -164,7 +165,9 @@ def _process(config: RunConfig, rank: int, on_gpu: bool) -> Process:
     return Process("trainer", node, rank, local, f"cuda:{local}" if on_gpu else "cpu", command)
 
 
-def _engine_args(config: RunConfig, target: TargetShape) -> dict[str, object]:
+def _engine_args(config: RunConfig, target: TargetShape, *, on_gpu: bool) -> dict[str, object]:
+    if config.target.backend == "sglang":
+        return {**resolve_engine_arguments(config, target, "cuda" if on_gpu else "cpu").keywords()}
     return {
         "backend": "hf",
         "dtype": target.dtype if config.target.dtype == "auto" else config.target.dtype,

@@ -4,6 +4,7 @@ Notation: T packed tokens, K captured layers, H hidden size, V vocabulary, n new
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,6 +56,11 @@ class DecodingTarget(Protocol):
     """A target that also decodes one sequence, for evaluation."""
 
     stop_ids: tuple[int, ...]
+
+    def decoding(self) -> AbstractContextManager[bool]:
+        """Where the target decodes: True on the rank of its island that does, False on the others once it is
+        done."""
+        ...
 
     def start(self) -> Any:
         """An empty key-value cache."""

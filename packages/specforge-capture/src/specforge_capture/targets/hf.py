@@ -94,6 +94,11 @@ class HFTarget:
             spec=self.spec,
         )
 
+    @contextmanager
+    def decoding(self) -> Generator[bool]:
+        """Decode on this rank, which needs no other."""
+        yield True
+
     def start(self) -> DynamicCache:
         """An empty key-value cache. It keeps every key, also of sliding layers, so that it can be cropped."""
         return DynamicCache()

@@ -1,0 +1,89 @@
+"""Colocated runs with SGLang on CPU ranks: two islands of two train as one rank does, and as `hf` does."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = ROOT / ".cache" / "sglang-cpu"
+INSTALL = ROOT / "scripts" / "sglang_cpu" / "install.py"
+RECIPE = f"""\
+target: {{path: {ROOT}/recipes/tiny-target, dtype: float32, backend: sglang}}
+draft: {{num_layers: 1, target_layer_ids: [0, 2, 3], num_anchors: 16, markov: {{rank: 16}}}}
+data: {{train: {ROOT}/recipes/tiny-chats/train.jsonl, max_length: 256}}
+training: {{max_steps: 3, global_batch_size: 8, log_every: 1}}
+tracking: {{samples: true}}
+deployment: {{trainer: {{device: cpu}}}}
+"""
+WORLDS = {
+    "islands": ("deployment.trainer.nproc_per_node=4", "engine.tp_size=2", "training.sharding=hybrid"),
+    "alone": ("training.batch_size=4",),
+    "hf": ("target.backend=hf", "training.batch_size=4"),
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Path:
+    """`specforge-launch` of the environment with SGLang; without the environment its tests are skipped."""
+    if not (ENVIRONMENT / "built-from").is_file():
+        raise pytest.skip.Exception(f"needs SGLang on a CPU: python3.11 {INSTALL.relative_to(ROOT)}")
+    return ENVIRONMENT / "bin" / "specforge-launch"
+
+
+@pytest.fixture(scope="module")
+def runs(launcher: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The output folder of each world's run; the islands decode held-out prompts too."""
+    folder = tmp_path_factory.mktemp("runs")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    held_out = f"evaluation.prompts={ROOT}/recipes/tiny-chats/eval.jsonl"
+    decoding = (held_out, "evaluation.max_prompts=4", "evaluation.max_new_tokens=8", "evaluation.interval=0")
+    for name, overrides in WORLDS.items():
+        options = [*overrides, *(decoding if name == "islands" else ()), f"output_dir={folder / name}"]
+        done = subprocess.run(
+            [launcher, "run", recipe, *options, f"data.cache_dir={folder / 'prompts'}"],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            cwd=folder,
+            timeout=300,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-8000:]
+    return {name: folder / name for name in WORLDS}
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("other", ["alone", "hf"])
+def test_islands_train_on_the_same_samples_to_the_same_losses(runs: dict[str, Path], other: str) -> None:
+    mine, theirs = (rows_of(runs[name] / "metrics.jsonl") for name in ("islands", other))
+    losses = [row["loss"] for row in mine if "loss" in row]
+    assert len(losses) == 3
+    # float32 sums in another order, over three steps of AdamW.
+    assert losses == pytest.approx([row["loss"] for row in theirs if "loss" in row], rel=1e-4)
+    norms = [row["grad_norm"] for row in mine if "loss" in row]
+    assert norms == pytest.approx([row["grad_norm"] for row in theirs if "loss" in row], rel=1e-3)
+
+
+def test_ranks_take_disjoint_slices_of_what_one_rank_takes(runs: dict[str, Path]) -> None:
+    ranks = [rows_of(path) for path in sorted(runs["islands"].glob("samples.rank*.jsonl"))]
+    (alone,) = (rows_of(path) for path in runs["alone"].glob("samples.rank*.jsonl"))
+    assert len(ranks) == 4
+    for step, together in zip(zip(*ranks, strict=True), alone, strict=True):
+        taken = [tuple(sample) for rank in step for sample in rank["samples"]]
+        assert len(set(taken)) == len(taken) == 8
+        assert set(taken) == {tuple(sample) for sample in together["samples"]}
+
+
+def test_islands_share_the_evaluation(runs: dict[str, Path]) -> None:
+    summary = json.loads((runs["islands"] / "summary.json").read_text())
+    assert summary["lossless_identical"] == summary["lossless_total"] == 4
