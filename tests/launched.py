@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -79,6 +80,18 @@ class Launched:
     def wait_for_step(self, step: int) -> None:
         """Wait until an optimizer step of this start is done."""
         self.wait_for(lambda event: event["stage"] == "train" and event["step"] >= step)
+
+    def interrupt(self) -> None:
+        """Ctrl-C, seen by the ranks before their next step however fast steps are."""
+        ranks = self.ranks().values()
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        self.process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + 20
+        while not (self.folder / "stop").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
 
     def ranks(self) -> dict[int, int]:
         """Rank -> process id."""

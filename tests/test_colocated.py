@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -152,7 +151,7 @@ def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(launch: Launc
     assert intruder.code == 2
     assert f"in use by the run of process {run.process.pid}" in intruder.err
     run.wait_for_step(2)
-    run.process.send_signal(signal.SIGINT)
+    run.interrupt()
     stopped = run.end()
     assert stopped.code == 130, stopped
     assert "the same command goes on from there" in stopped.out
