@@ -81,16 +81,22 @@ class Launched:
         """Wait until an optimizer step of this start is done."""
         self.wait_for(lambda event: event["stage"] == "train" and event["step"] >= step)
 
-    def interrupt(self) -> None:
-        """Ctrl-C, seen by the ranks before their next step however fast steps are."""
-        ranks = self.ranks().values()
+    def halt(self, step: int) -> list[int]:
+        """Stop the ranks (SIGSTOP) soon after a step, however fast steps are; their process ids."""
+        self.wait_for(lambda event: event["stage"] in ("untrained", "train"))
+        ranks = list(self.ranks().values())
+        self.wait_for_step(step)
         for pid in ranks:
             os.kill(pid, signal.SIGSTOP)
+        return ranks
+
+    def interrupt(self, halted: list[int]) -> None:
+        """Ctrl-C, then let halted ranks go on once it has been passed to them."""
         self.process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + 20
         while not (self.folder / "stop").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        for pid in ranks:
+        for pid in halted:
             os.kill(pid, signal.SIGCONT)
 
     def ranks(self) -> dict[int, int]:

@@ -146,12 +146,11 @@ def test_two_nodes_train_as_one_rank_and_wait_for_slow_prompts(
 
 def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(launch: Launch, whole: Ended) -> None:
     run = launch("interrupted")
-    run.wait_for(lambda event: event["stage"] == "prompts")
+    halted = run.halt(2)
     intruder = launch("interrupted").end()
     assert intruder.code == 2
     assert f"in use by the run of process {run.process.pid}" in intruder.err
-    run.wait_for_step(2)
-    run.interrupt()
+    run.interrupt(halted)
     stopped = run.end()
     assert stopped.code == 130, stopped
     assert "the same command goes on from there" in stopped.out
