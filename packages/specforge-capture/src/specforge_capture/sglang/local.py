@@ -15,7 +15,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +23,7 @@ from specforge_capture.sglang.engine_args import resolve_engine_arguments
 from specforge_capture.sglang.islands import Place
 from specforge_capture.sglang.startup import Startup
 from specforge_capture.sglang.versions import load_adapter
-from specforge_capture.targets.base import Extension, PromptRow
+from specforge_capture.targets.base import Extension, PromptRow, feature_batch
 from specforge_config.features import CaptureSpec, FeatureBatch
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape
@@ -88,17 +87,7 @@ class SGLangTarget:
         self._require_room([len(row.input_ids) for row in rows], f"the rows {', '.join(names)}")
         self._engine.prefill([row.input_ids.tolist() for row in rows])
         hidden, final = self._states.take(names)
-        offsets = np.cumsum([0, *(len(row.input_ids) for row in rows)])
-        return FeatureBatch(
-            tokens=torch.from_numpy(np.concatenate([row.input_ids for row in rows]).astype(np.int64)),
-            loss_mask=torch.from_numpy(np.concatenate([row.loss_mask for row in rows]).astype(bool)),
-            cu_seqlens=torch.from_numpy(offsets.astype(np.int64)),
-            hidden=hidden,
-            last_hidden=final if self.spec.final_state else None,
-            sample_ids=names,
-            positions=tuple(row.position for row in rows),
-            spec=self.spec,
-        )
+        return feature_batch(rows, hidden, final, self.spec)
 
     @contextmanager
     def decoding(self) -> Generator[bool]:

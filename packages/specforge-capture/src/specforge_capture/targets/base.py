@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from specforge_config.features import CaptureSpec, FeatureBatch
@@ -73,3 +74,29 @@ class DecodingTarget(Protocol):
     def crop(self, cache: Any, length: int) -> None:
         """Forget all but the first `length` tokens of the sequence in `cache`."""
         ...
+
+
+def feature_batch(
+    rows: Sequence[PromptRow], hidden: Tensor, last_hidden: Tensor, spec: CaptureSpec
+) -> FeatureBatch:
+    """Captured rows, packed in their order, as the batch that a trainer takes.
+
+    Args:
+        rows: what was captured.
+        hidden: [T, K·H] states of the wanted layers.
+        last_hidden: [T, H] final post-norm states, kept if the contract asks for them.
+        spec: the capture contract.
+
+    Raises:
+        ValueError: for states that do not fit the rows or the contract.
+    """
+    return FeatureBatch(
+        tokens=torch.from_numpy(np.concatenate([row.input_ids for row in rows]).astype(np.int64)),
+        loss_mask=torch.from_numpy(np.concatenate([row.loss_mask for row in rows]).astype(bool)),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *(len(row.input_ids) for row in rows)], dtype=np.int64)),
+        hidden=hidden,
+        last_hidden=last_hidden if spec.final_state else None,
+        sample_ids=tuple(row.sample_id for row in rows),
+        positions=tuple(row.position for row in rows),
+        spec=spec,
+    )

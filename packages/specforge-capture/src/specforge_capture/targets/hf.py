@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from specforge_capture.targets.attention import IMPLEMENTATION, Documents
-from specforge_capture.targets.base import Extension, PromptRow
+from specforge_capture.targets.base import Extension, PromptRow, feature_batch
 from specforge_config.features import CaptureSpec, FeatureBatch
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -83,16 +83,7 @@ class HFTarget:
             max(lengths),
         )
         hidden, last = self._forward(tokens, positions, documents=documents)
-        return FeatureBatch(
-            tokens=tokens,
-            loss_mask=torch.from_numpy(np.concatenate([row.loss_mask for row in rows]).astype(bool)),
-            cu_seqlens=torch.from_numpy(offsets.astype(np.int64)),
-            hidden=hidden,
-            last_hidden=last if self.spec.final_state else None,
-            sample_ids=tuple(row.sample_id for row in rows),
-            positions=tuple(row.position for row in rows),
-            spec=self.spec,
-        )
+        return feature_batch(rows, hidden, last, self.spec)
 
     @contextmanager
     def decoding(self) -> Generator[bool]:
