@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from specforge_capture.prompts.chat import ChatRenderer
-from specforge_capture.prompts.evaluation import load_eval_prompts
+from specforge_capture.prompts.evaluation import follow_up, load_eval_prompts
 
 WriteRows = Callable[..., Path]
 
@@ -20,6 +20,26 @@ def test_a_chat_ends_where_the_assistant_answers(renderer: ChatRenderer, write_r
     (prompt,) = load_eval_prompts([str(write_rows({"messages": CHAT}))], renderer)
     assert prompt.sample_id == "rows.jsonl:1"
     assert renderer.decode(prompt.input_ids.tolist()) == renderer.render(CHAT[:3], generation_prompt=True)
+
+
+def test_an_open_chat_goes_on_with_the_targets_answers(renderer: ChatRenderer, write_rows: WriteRows) -> None:
+    (prompt,) = load_eval_prompts([str(write_rows({"turns": ["hello", "how are you?", "bye"]}))], renderer)
+    assert renderer.decode(prompt.input_ids.tolist()) == renderer.render(CHAT[:1], generation_prompt=True)
+    second = follow_up(prompt, "there", renderer)
+    assert second is not None
+    assert second.sample_id == "rows.jsonl:1#2"
+    assert renderer.decode(second.input_ids.tolist()) == renderer.render(CHAT[:3], generation_prompt=True)
+    third = follow_up(second, "well", renderer)
+    assert third is not None
+    assert third.sample_id == "rows.jsonl:1#3"
+    bye = [*CHAT, {"role": "user", "content": "bye"}]
+    assert renderer.decode(third.input_ids.tolist()) == renderer.render(bye, generation_prompt=True)
+    assert follow_up(third, "bye", renderer) is None
+
+
+def test_nothing_follows_a_chat_that_has_its_answers(renderer: ChatRenderer, write_rows: WriteRows) -> None:
+    files = [str(write_rows(row, name=name)) for name, row in (("a", {"messages": CHAT}), ("b", {"text": "c"}))]
+    assert [follow_up(prompt, "x", renderer) for prompt in load_eval_prompts(files, renderer)] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,14 @@ def as_parquet(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("row", "form"), [(CHAT, "messages"), (SHAREGPT, "sharegpt"), ({"text": "a"}, "text"), (TOKENS, "tokens")]
+    ("row", "form"),
+    [
+        (CHAT, "messages"),
+        (SHAREGPT, "sharegpt"),
+        ({"turns": ["a"]}, "turns"),
+        ({"text": "a"}, "text"),
+        (TOKENS, "tokens"),
+    ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_form_is_read_off_the_first_row(
@@ -51,6 +58,17 @@ def test_sharegpt_becomes_messages(write_rows: WriteRows) -> None:
     (row,) = rows_of(write_rows(SHAREGPT))
     assert isinstance(row, Conversation)
     assert row.messages == [{"role": "system", "content": "be brief"}, *CHAT["messages"]]
+
+
+def test_turns_are_what_the_user_says(write_rows: WriteRows) -> None:
+    (row,) = rows_of(write_rows({"turns": ["a", "b"]}))
+    assert isinstance(row, Conversation)
+    assert row.messages == [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+
+
+def test_a_turn_that_is_no_text_is_rejected(write_rows: WriteRows) -> None:
+    _, row = rows_of(write_rows({"turns": ["a"]}, {"turns": ["a", 1]}))
+    assert row == Rejected(2, "'turns' is not a non-empty list of strings")
 
 
 def test_text_parts_are_joined_and_absent_fields_left_out(write_rows: WriteRows) -> None:

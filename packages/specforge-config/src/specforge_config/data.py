@@ -13,9 +13,10 @@ class DataConfig(Config):
 
     train: InputPaths
     """JSONL or Parquet files; one path or a list."""
-    format: Literal["auto", "messages", "sharegpt", "text", "tokens"] = "auto"
-    """Row form: OpenAI `messages`, ShareGPT `conversations`, plain `text`, or pre-tokenised `input_ids` with
-    `loss_mask`; `auto` reads it off each file's first row."""
+    format: Literal["auto", "messages", "sharegpt", "turns", "text", "tokens"] = "auto"
+    """Row form: OpenAI `messages`, ShareGPT `conversations`, user `turns` without answers (to be answered
+    first), plain `text`, or pre-tokenised `input_ids` with `loss_mask`; `auto` reads it off each file's first
+    row."""
     max_length: PositiveInt = 4096
     """Longest row in tokens."""
     overlong: Literal["truncate", "drop"] = "truncate"

@@ -16,8 +16,13 @@ class EvalPrompt:
     """One prompt that is decoded."""
 
     sample_id: str
+    """`file:line`, with `#turn` from the second turn on."""
     input_ids: Tensor
     """[S] int64."""
+    chat: Conversation | None = None
+    """What the prompt was rendered from, and what the user says after the answer."""
+    turn: int = 0
+    """Index in `chat.messages` of the user turn that the prompt ends with."""
 
 
 def load_eval_prompts(
@@ -25,8 +30,9 @@ def load_eval_prompts(
 ) -> list[EvalPrompt]:
     """Read the prompts of evaluation files.
 
-    A chat is rendered up to its last user turn, with the generation prompt; a pre-tokenised row ends where
-    its last supervised run begins; a text is taken whole.
+    A chat is rendered up to its first user turn that another one follows, else up to its last user turn, with
+    the generation prompt; a pre-tokenised row ends where its last supervised run begins; a text is taken
+    whole.
 
     Args:
         files: JSONL or Parquet files.
@@ -41,11 +47,23 @@ def load_eval_prompts(
         for taken, row in enumerate(_rows(path)):
             if taken == max_prompts:
                 break
-            ids = _prompt_ids(path, row, renderer)
-            if not ids:
-                raise ValueError(f"evaluation.prompts: {path}:{row.line}: an empty prompt")
-            prompts.append(EvalPrompt(f"{path.name}:{row.line}", torch.tensor(ids, dtype=torch.int64)))
+            prompts.append(_prompt(path, row, renderer))
     return prompts
+
+
+def follow_up(prompt: EvalPrompt, answer: str, renderer: ChatRenderer) -> EvalPrompt | None:
+    """The next turn of an open chat, once the target has answered; None where the user says no more.
+
+    Raises:
+        ValueError: if the template refuses the longer chat.
+    """
+    chat, after = prompt.chat, prompt.turn + 1
+    if chat is None or after == len(chat.messages):
+        return None
+    messages = [*chat.messages[:after], {"role": "assistant", "content": answer}, *chat.messages[after:]]
+    said = sum(message["role"] == "user" for message in messages[: after + 2])
+    name = f"{prompt.sample_id.partition('#')[0]}#{said}"
+    return _chat_prompt(name, Conversation(chat.line, messages, chat.tools), renderer)
 
 
 def _rows(path: Path) -> Iterator[SourceRow]:
@@ -53,19 +71,13 @@ def _rows(path: Path) -> Iterator[SourceRow]:
         yield from rows
 
 
-def _prompt_ids(path: Path, row: SourceRow, renderer: ChatRenderer) -> list[int]:
+def _prompt(path: Path, row: SourceRow, renderer: ChatRenderer) -> EvalPrompt:
+    sample_id = f"{path.name}:{row.line}"
     match row:
         case Conversation():
-            users = [i for i, message in enumerate(row.messages) if message["role"] == "user"]
-            if not users:
-                raise ValueError(f"evaluation.prompts: {path}:{row.line}: no user turn")
-            try:
-                text = renderer.render(row.messages[: users[-1] + 1], row.tools, generation_prompt=True)
-            except TemplateRefusal as refusal:
-                raise ValueError(f"evaluation.prompts: {path}:{row.line}: {refusal}") from refusal
-            return renderer.tokenize([text])[0]
+            return _chat_prompt(sample_id, row, renderer)
         case Text():
-            return renderer.tokenize([row.text], add_special_tokens=True)[0]
+            ids = renderer.tokenize([row.text], add_special_tokens=True)[0]
         case Tokens():
             mask = row.loss_mask
             last = len(mask)
@@ -73,5 +85,23 @@ def _prompt_ids(path: Path, row: SourceRow, renderer: ChatRenderer) -> list[int]
                 end = int(mask.nonzero()[0][-1])
                 unsupervised = (~mask[:end]).nonzero()[0]
                 last = int(unsupervised[-1]) + 1 if len(unsupervised) else 0
-            return row.input_ids[:last].tolist()
-    raise ValueError(f"evaluation.prompts: {path}:{row.line}: {row.reason}")
+            ids = row.input_ids[:last].tolist()
+        case _:
+            raise ValueError(f"evaluation.prompts: {path}:{row.line}: {row.reason}")
+    if not ids:
+        raise ValueError(f"evaluation.prompts: {path}:{row.line}: an empty prompt")
+    return EvalPrompt(sample_id, torch.tensor(ids, dtype=torch.int64))
+
+
+def _chat_prompt(sample_id: str, chat: Conversation, renderer: ChatRenderer) -> EvalPrompt:
+    users = [i for i, message in enumerate(chat.messages) if message["role"] == "user"]
+    if not users:
+        raise ValueError(f"evaluation.prompts: {sample_id}: no user turn")
+    turn = next((user for user in users if user + 1 in users), users[-1])
+    try:
+        text = renderer.render(chat.messages[: turn + 1], chat.tools, generation_prompt=True)
+    except TemplateRefusal as refusal:
+        raise ValueError(f"evaluation.prompts: {sample_id}: {refusal}") from refusal
+    if turn == users[-1]:  # what follows is an answer that the file brought along
+        chat = Conversation(chat.line, chat.messages[: turn + 1], chat.tools)
+    return EvalPrompt(sample_id, torch.tensor(renderer.tokenize([text])[0], dtype=torch.int64), chat, turn)

@@ -1,9 +1,10 @@
-"""Prompt files, read as a stream of row batches: JSONL and Parquet, in four row forms.
+"""Prompt files, read as a stream of row batches: JSONL and Parquet, in five row forms.
 
 | form | keys |
 |---|---|
 | `messages` | `messages`: OpenAI chat messages; optional `tools` |
 | `sharegpt` | `conversations`: `{"from": …, "value": …}` turns; optional `system`, `tools` |
+| `turns` | `turns`: what the user says, turn by turn; answers are the target's to give |
 | `text` | `text`: plain text |
 | `tokens` | `input_ids`, `loss_mask`: equally long lists |
 
@@ -23,12 +24,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-Format = Literal["messages", "sharegpt", "text", "tokens"]
+Format = Literal["messages", "sharegpt", "turns", "text", "tokens"]
 
 _KEYS: dict[Format, str] = {
     "tokens": "input_ids",
     "messages": "messages",
     "sharegpt": "conversations",
+    "turns": "turns",
     "text": "text",
 }
 _SHAREGPT_ROLES = {
@@ -215,6 +217,13 @@ def _sharegpt(line: int, value: dict[str, Any]) -> Conversation:
     return Conversation(line, [_message(message) for message in messages], value.get("tools") or None)
 
 
+def _turns(line: int, value: dict[str, Any]) -> Conversation:
+    turns = value["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise _RowError("'turns' is not a non-empty list of strings")
+    return Conversation(line, [{"role": "user", "content": turn} for turn in turns])
+
+
 def _text(line: int, value: dict[str, Any]) -> Text:
     if not isinstance(value["text"], str):
         raise _RowError(f"'text' is a {type(value['text']).__name__}, required a string")
@@ -245,7 +254,13 @@ def _array(value: object) -> np.ndarray | None:
     return array if array.ndim == 1 and array.dtype.kind in "bif" else None
 
 
-_PARSERS = {"messages": _messages, "sharegpt": _sharegpt, "text": _text, "tokens": _tokens}
+_PARSERS = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "turns": _turns,
+    "text": _text,
+    "tokens": _tokens,
+}
 
 
 def _token_line(line: int, content: bytes) -> SourceRow:
