@@ -1,5 +1,6 @@
 """Losslessness with a real (random, tiny) transformers target, and what is counted."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,11 @@ from tiny_drafts import frozen_target, make_shape
 from torch import Tensor
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from specforge_train.decode import DecodeCounts, evaluate, greedy_decode, speculative_decode
+from specforge_train.counts import DecodeCounts
+from specforge_train.decode import evaluate, plain_decode, speculative_decode
 from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.dspark import DSpark
+from specforge_train.verification import Proposal
 
 GAMMA, LAYER_IDS = 4, (0, 1)
 PROMPTS = [torch.tensor([5, 9, 3]), torch.tensor([1]), torch.tensor([7, 7, 2, 30, 11, 4, 8])]
@@ -58,13 +61,16 @@ class Oracle:
     def begin(self) -> None:
         self.told = []
 
-    def propose(self, new_hidden: Tensor, position: int, anchor: int) -> tuple[Tensor, Tensor]:
+    def propose(
+        self, new_hidden: Tensor, position: int, anchor: int, choose: Callable[[Tensor], Tensor]
+    ) -> Proposal:
         self.told.append(new_hidden)
         assert sum(len(x) for x in self.told) == position
         assert anchor == self.sequence[position]
         tokens = self.sequence[position + 1 : position + 1 + GAMMA]
         tokens = [(token + 1) % 40 if k in self.wrong else token for k, token in enumerate(tokens)]
-        return torch.tensor(tokens), torch.ones(GAMMA)
+        logits = torch.nn.functional.one_hot(torch.tensor(tokens), 40).double()
+        return Proposal(torch.tensor(tokens), torch.ones(GAMMA), logits)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +81,7 @@ def target() -> HFTarget:
 @pytest.fixture(scope="module")
 def greedy(target: HFTarget) -> list[list[int]]:
     """The target's own 40 tokens after each prompt."""
-    return [greedy_decode(target, prompt, 40, []) for prompt in PROMPTS]
+    return [plain_decode(target, prompt, 40, []) for prompt in PROMPTS]
 
 
 def test_greedy_is_the_targets_own(target: HFTarget, greedy: list[list[int]]) -> None:
@@ -83,7 +89,7 @@ def test_greedy_is_the_targets_own(target: HFTarget, greedy: list[list[int]]) ->
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         own = target.model.generate(prompt[None], max_new_tokens=12, **options)
         assert tokens[:12] == own[0, len(prompt) :].tolist()
-        assert greedy_decode(target, prompt, 12, [tokens[4]]) == tokens[: tokens.index(tokens[4]) + 1]
+        assert plain_decode(target, prompt, 12, [tokens[4]]) == tokens[: tokens.index(tokens[4]) + 1]
 
 
 def test_a_perfect_draft_emits_whole_blocks(target: HFTarget, greedy: list[list[int]]) -> None:
@@ -156,13 +162,13 @@ def test_an_untrained_draft_is_lossless_and_useless(head: str, target: HFTarget)
     weights = (target.model.model.embed_tokens.weight, target.model.lm_head.weight)
     drafter = method.drafter(model.double(), FrozenTarget(*(x.detach() for x in weights)))
     seen = []
-    counts = evaluate(target, drafter, PROMPTS, 24, [13], lambda so_far: seen.append(so_far.total))
+    counts = evaluate(target, drafter, PROMPTS, 24, [13], on_prompt=lambda so_far, _: seen.append(so_far.total))
     assert seen == [1, 2, 3]
     assert counts.identical == counts.total == 3
     assert 1.0 <= counts.tau < 1.6
-    assert counts.tokens == sum(len(greedy_decode(target, prompt, 24, [13])) for prompt in PROMPTS)
+    assert counts.tokens == sum(len(plain_decode(target, prompt, 24, [13])) for prompt in PROMPTS)
     assert counts.emitted == counts.tokens - 3
-    assert counts.seconds_greedy > 0
+    assert counts.seconds_plain > 0
     assert counts.seconds_speculative > 0
 
 
@@ -218,7 +224,7 @@ def test_the_targets_own_outputs_are_decoded_once(target: HFTarget, greedy: list
 
     first, cost = measure(), len(passes)
     second = measure()
-    assert (second.identical, second.tau, second.seconds_greedy) == (1, first.tau, first.seconds_greedy)
+    assert (second.identical, second.tau, second.seconds_plain) == (1, first.tau, first.seconds_plain)
     assert len(passes) == cost - 16
     assert own_outputs[tuple(PROMPTS[0].tolist())].tokens == greedy[0][:16]
 
@@ -234,26 +240,27 @@ def test_a_long_prompt_is_read_in_passes() -> None:
 
     table = torch.randn(40, 16, dtype=torch.float64)
     target, prompt = Counting(table, frozen), torch.arange(1100) % 39
-    assert greedy_decode(target, prompt, 1, []) == [int(target.next[prompt[-1]].argmax())]
+    assert plain_decode(target, prompt, 1, []) == [int(target.next[prompt[-1]].argmax())]
     assert passes == [512, 512, 76]
 
 
 def test_an_empty_prompt_is_refused(target: HFTarget) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
-        greedy_decode(target, torch.tensor([], dtype=torch.long), 4, [])
+        plain_decode(target, torch.tensor([], dtype=torch.long), 4, [])
 
 
 def test_counts_add_and_travel_as_vectors() -> None:
     first = DecodeCounts(
-        [3, 1], [4, 4], rounds=4, emitted=8, identical=1, total=1, tokens=9, seconds_greedy=2.5
+        [3, 1], [4, 4], rounds=4, emitted=8, identical=1, total=1, tokens=9, seconds_plain=2.5, tokens_plain=9
     )
     second = DecodeCounts(
-        [1, 1], [2, 1], rounds=2, emitted=4, identical=0, total=1, tokens=5, seconds_speculative=0.5
+        [1, 1], [2, 1], rounds=2, emitted=4, identical=0, total=1, tokens=5, seconds_speculative=0.5, tokens_plain=6
     )
     summed = DecodeCounts.from_vector(first.to_vector() + second.to_vector())
     assert summed == first + second
-    assert summed == DecodeCounts([4, 2], [6, 5], 6, 12, 1, 2, 14, 0.5, 2.5)
+    assert summed == DecodeCounts([4, 2], [6, 5], 6, 12, 1, 2, 14, 0.5, 2.5, 15)
     assert summed.tau == 2.0
+    assert summed.speedup == pytest.approx((14 / 0.5) / (15 / 2.5))
     assert summed.accept_by_slot == [4 / 6, 2 / 5]
     assert DecodeCounts.zeros(2) + first == first
     assert all(x != x for x in (DecodeCounts.zeros(1).tau, *DecodeCounts.zeros(1).accept_by_slot))

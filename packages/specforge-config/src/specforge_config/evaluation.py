@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from specforge_config.base import Config, InputPaths, repeated
 
 
 class EvaluationConfig(Config):
-    """Held-out prompts and how they are decoded. Decoding is greedy; its outputs are compared with the
-    target's own."""
+    """Held-out prompts and how they are decoded.
+
+    A run decodes greedily and compares every output with the target's own; `specforge-launch evaluate` goes
+    through all `temperatures`.
+    """
 
     prompts: InputPaths = ()
     """JSONL or Parquet files of prompts that are not trained on; none: nothing is evaluated."""
@@ -17,6 +20,10 @@ class EvaluationConfig(Config):
     """Prompts taken from the start of each file; default: all."""
     max_new_tokens: PositiveInt = 128
     """Tokens generated for each prompt, unless the target ends its answer earlier."""
+    temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
+    """Sampling temperatures of `specforge-launch evaluate`; 0 is greedy."""
+    seed: NonNegativeInt = 0
+    """Seed of sampled decoding."""
     interval: NonNegativeInt = 0
     """Optimizer steps between evaluations while training; 0 evaluates only before and after."""
     interval_prompts: PositiveInt = 8

@@ -28,7 +28,7 @@ def test_incremental_proposals_equal_the_training_forward(draft) -> None:
     done = 0
     for anchor in (1, 2, 7, 12, 13, 20):
         token = int(sequence.tokens[anchor])
-        tokens, confidence = drafter.propose(sequence.hidden[done:anchor], anchor, token)
+        tokens, confidence, drafted = drafter.propose(sequence.hidden[done:anchor], anchor, token)
         done = anchor
         taught = make_batch([[t in (anchor, anchor + 1) for t in range(30)]])
         taught.tokens[anchor + 1 : anchor + 5] = tokens
@@ -39,6 +39,7 @@ def test_incremental_proposals_equal_the_training_forward(draft) -> None:
         features = model.markov_head(embedding, states[None])[0]
         logits = states @ frozen.head.T + model.markov_head.markov_w2(features)
         assert torch.equal(logits.argmax(1), tokens)
+        torch.testing.assert_close(drafted, logits)
         assert model.confidence_head is not None
         expected = model.confidence_head(states, embedding[0]).sigmoid()
         torch.testing.assert_close(confidence, expected.float())
@@ -69,5 +70,5 @@ def test_without_the_confidence_head_every_slot_is_certain() -> None:
     frozen = frozen_target()
     model = METHOD.build(make_shape(confidence={"enabled": False}))
     model.init_weights(0)
-    _, confidence = METHOD.drafter(model.double(), frozen).propose(make_batch([[1] * 5]).hidden, 5, 3)
-    assert confidence.tolist() == [1.0] * 4
+    proposal = METHOD.drafter(model.double(), frozen).propose(make_batch([[1] * 5]).hidden, 5, 3)
+    assert proposal.confidence.tolist() == [1.0] * 4

@@ -1,7 +1,9 @@
-"""DSpark at inference: one backbone pass a block, its slots chained greedily through the Markov head.
+"""DSpark at inference: one backbone pass a block, its slots chained through the Markov head.
 
 Keys and values of the context are kept a layer; only the states of newly accepted tokens are projected.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from specforge_kernels.anchored_attention.api import build_layout
 from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.backbone import Layer
 from specforge_train.methods.dspark.model import DSparkModel
+from specforge_train.verification import Proposal
 
 
 class DSparkDrafter:
@@ -35,7 +38,13 @@ class DSparkDrafter:
         return self._cache[0][0].shape[0] - 1
 
     @torch.no_grad()
-    def propose(self, new_hidden: Tensor, position: int, anchor: int) -> tuple[Tensor, Tensor]:
+    def propose(
+        self,
+        new_hidden: Tensor,
+        position: int,
+        anchor: int,
+        choose: Callable[[Tensor], Tensor] = torch.argmax,
+    ) -> Proposal:
         """Draft the tokens after the anchor.
 
         Args:
@@ -43,9 +52,10 @@ class DSparkDrafter:
                 before the anchor.
             position: of the anchor in the sequence.
             anchor: its token, whose own state does not exist yet.
+            choose: a token [] from logits [V]; slot k's logits depend on the token chosen before it.
 
         Returns:
-            tokens [G] int64 and their acceptance probabilities [G] float32 (all 1 without a confidence head).
+            G tokens; their confidence is 1 without a confidence head.
 
         Raises:
             ValueError: if the states do not end right before the anchor.
@@ -56,7 +66,7 @@ class DSparkDrafter:
                 f"and {new_hidden.shape[0]} new states"
             )
         states = self._states(new_hidden, position, anchor)
-        return self._chain(states, anchor)
+        return self._chain(states, anchor, choose)
 
     def _states(self, new_hidden: Tensor, position: int, anchor: int) -> Tensor:
         model, block, device = self.model, self.block_size, self.model.fc.weight.device
@@ -86,7 +96,7 @@ class DSparkDrafter:
             x = layer.update(x, keys, values, rotary, layout)
         return model.norm(x)
 
-    def _chain(self, states: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
+    def _chain(self, states: Tensor, anchor: int, choose: Callable[[Tensor], Tensor]) -> Proposal:
         head, confidence_head = self.model.markov_head, self.model.confidence_head
         dtype = self.frozen.head.dtype
         logits = states.to(dtype) @ self.frozen.head.T
@@ -96,10 +106,11 @@ class DSparkDrafter:
         for k in range(self.block_size):
             embedding = head.markov_w1(previous)
             features, state = head.step(embedding, states[k], state)
-            previous = (logits[k] + F.linear(features, head.markov_w2.weight).to(dtype)).argmax()
+            logits[k] += F.linear(features, head.markov_w2.weight).to(dtype)
+            previous = choose(logits[k])
             tokens.append(previous)
             embeddings.append(embedding)
         if confidence_head is None:
-            return torch.stack(tokens), torch.ones(self.block_size, device=states.device)
+            return Proposal(torch.stack(tokens), torch.ones(self.block_size, device=states.device), logits)
         confidence = confidence_head(states, torch.stack(embeddings)).sigmoid()
-        return torch.stack(tokens), confidence.float()
+        return Proposal(torch.stack(tokens), confidence.float(), logits)
