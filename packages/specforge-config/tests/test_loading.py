@@ -49,6 +49,16 @@ def test_defaults_fill_a_minimal_recipe(recipe: Write) -> None:
     assert config.batches.global_batch_size == 1
 
 
+def test_a_run_of_overrides_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "train.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    config = load_run(None, ["target.path=target", "data.train=train.jsonl", "seed=3"])
+    assert (config.target.path, config.seed) == (str(tmp_path / "target"), 3)
+    with pytest.raises(ConfigError, match=r"data\.trian"):
+        load_run(None, ["target.path=target", "data.trian=train.jsonl"])
+
+
 def test_input_paths_lie_beside_the_recipe_then_in_the_working_directory(
     recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

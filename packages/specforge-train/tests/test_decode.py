@@ -162,7 +162,9 @@ def test_an_untrained_draft_is_lossless_and_useless(head: str, target: HFTarget)
     weights = (target.model.model.embed_tokens.weight, target.model.lm_head.weight)
     drafter = method.drafter(model.double(), FrozenTarget(*(x.detach() for x in weights)))
     seen = []
-    counts = evaluate(target, drafter, PROMPTS, 24, [13], on_prompt=lambda so_far, _: seen.append(so_far.total))
+    counts = evaluate(
+        target, drafter, PROMPTS, 24, [13], on_prompt=lambda so_far, _: seen.append(so_far.total)
+    )
     assert seen == [1, 2, 3]
     assert counts.identical == counts.total == 3
     assert 1.0 <= counts.tau < 1.6
@@ -254,7 +256,15 @@ def test_counts_add_and_travel_as_vectors() -> None:
         [3, 1], [4, 4], rounds=4, emitted=8, identical=1, total=1, tokens=9, seconds_plain=2.5, tokens_plain=9
     )
     second = DecodeCounts(
-        [1, 1], [2, 1], rounds=2, emitted=4, identical=0, total=1, tokens=5, seconds_speculative=0.5, tokens_plain=6
+        [1, 1],
+        [2, 1],
+        rounds=2,
+        emitted=4,
+        identical=0,
+        total=1,
+        tokens=5,
+        seconds_speculative=0.5,
+        tokens_plain=6,
     )
     summed = DecodeCounts.from_vector(first.to_vector() + second.to_vector())
     assert summed == first + second

@@ -38,7 +38,9 @@ def test_an_open_chat_goes_on_with_the_targets_answers(renderer: ChatRenderer, w
 
 
 def test_nothing_follows_a_chat_that_has_its_answers(renderer: ChatRenderer, write_rows: WriteRows) -> None:
-    files = [str(write_rows(row, name=name)) for name, row in (("a", {"messages": CHAT}), ("b", {"text": "c"}))]
+    files = [
+        str(write_rows(row, name=name)) for name, row in (("a", {"messages": CHAT}), ("b", {"text": "c"}))
+    ]
     assert [follow_up(prompt, "x", renderer) for prompt in load_eval_prompts(files, renderer)] == [None, None]
 
 

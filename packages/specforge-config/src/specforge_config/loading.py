@@ -15,32 +15,32 @@ from pydantic import ValidationError
 
 from specforge_config.problems import problems_of
 from specforge_config.run import RunConfig
-from specforge_config.source import ConfigError, apply_override, read_recipe
+from specforge_config.source import ConfigError, Document, apply_override, read_recipe
 
 __all__ = ["ConfigError", "dump_run", "json_schema", "load_run"]
 
 
-def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe and check it as a whole.
 
     Types are strict: `true` is no number and `"5"` no integer.
 
     Args:
         path: YAML file; relative input paths in it are looked up beside it, then in the working directory.
+            None for a run of overrides alone.
         overrides: `section.key=value` each, the value as YAML; later ones win.
 
     Raises:
         ConfigError: all problems, one a line: `file:line: section.key: what was found; what is required`.
     """
-    document = read_recipe(path)
+    document = Document("the command line") if path is None else read_recipe(path)
+    base = Path.cwd() if path is None else Path(path).absolute().parent
     for order, override in enumerate(overrides):
         apply_override(document, override, order)
     problems = list(document.problems)
     try:
         # JSON mode is what lets strict validation take lists for tuples.
-        config = RunConfig.model_validate_json(
-            json.dumps(document.data), strict=True, context={"base": Path(path).absolute().parent}
-        )
+        config = RunConfig.model_validate_json(json.dumps(document.data), strict=True, context={"base": base})
     except ValidationError as error:
         problems += problems_of(error, document)
     if problems:

@@ -156,26 +156,45 @@ def evaluate(
     target: Annotated[
         str | None, typer.Option(help="Target folder, for an exported draft without a run.")
     ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0, help="Sampling temperature, repeatable; default: evaluation.temperatures."),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes that decode side by side on the device.")
+    ] = 1,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for evaluation.json and .png; default: evaluation/ in the run's folder."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a draft's acceptance length τ by speculative decoding, and check that decoding is lossless.
+    """Measure a draft by speculative decoding: τ and acceptance of every prompt file, speed-up, calibration.
 
-    specforge-launch evaluate quickstart
-    specforge-launch evaluate outputs/quickstart --prompts more.jsonl --json
-    specforge-launch evaluate my-draft/ --target my-target/ --prompts eval.jsonl
+    Greedy outputs are compared with the target's own one by one; sampled ones keep its distribution by the
+    rejection rule.
+
+      specforge-launch evaluate quickstart
+      specforge-launch evaluate outputs/quickstart --prompts gsm8k.jsonl --prompts mt-bench.jsonl
+      specforge-launch evaluate my-draft/ --target my-target/ --prompts eval.jsonl --temperature 0 --json
     """
-    from specforge_launch.drafts import find_draft, measure_draft
-    from specforge_launch.show import measurement_table
+    from specforge_launch.evaluation import Source, measure_draft, result_folder, save_measurement
+    from specforge_launch.progress import counting
+    from specforge_launch.show import measurement_tables
 
-    with err.status("decoding"):
-        draft = find_draft(
-            source, overrides or [], checkpoint=checkpoint, target=target, prompts=prompts or []
-        )
-        result = measure_draft(draft)
+    settings = [f"evaluation.temperatures={json.dumps(temperature)}"] if temperature else []
+    draft = Source(source, (*(overrides or []), *settings), checkpoint, target, tuple(prompts or ()))
+    with counting(err, "decoding") as progress:
+        result = measure_draft(draft, workers, progress)
+    folder = output or result_folder(source, draft.overrides)
+    written = [] if folder is None else save_measurement(result, folder)
     if as_json:
         _print_json(result)
-    else:
-        out.print(measurement_table(result))
+        return
+    for table in measurement_tables(result):
+        out.print(table)
+    for path in written:
+        out.print(str(path), style="dim", highlight=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel="Results")

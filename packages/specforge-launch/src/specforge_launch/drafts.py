@@ -1,22 +1,19 @@
 """Finding a trained draft again: by its recipe, by its run's folder, or by its exported folder."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from specforge_capture.targets.hf import HFTarget
 from specforge_config.loading import load_run
 from specforge_config.run import RunConfig
 from specforge_launch import recipe as recipes
-from specforge_launch.measure import Evaluator, measurement
 from specforge_launch.resolve import Resolved, resolve
 from specforge_launch.run_folder import RunFolder
 from specforge_train.export.sglang import check_export, export_sglang, load_exported
-from specforge_train.frozen import load_frozen
 from specforge_train.methods.base import DraftShape
 from specforge_train.registry import get_method
 from specforge_train.weights import read_weights
@@ -83,23 +80,6 @@ def find_draft(
     return FoundDraft(name, config, shape, state)
 
 
-def measure_draft(draft: FoundDraft) -> dict[str, Any]:
-    """Decode all evaluation prompts with a draft, on this machine's first device. Returns plain values."""
-    config, method = draft.config, get_method(draft.config.draft.method)
-    resolved = resolve(config)
-    on_gpu = config.deployment.trainer.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    target = HFTarget(config.target.path, resolved.spec, device, resolved.special.stop)
-    keys = {"embedding_key": config.target.embedding_key, "head_key": config.target.head_key}
-    frozen = load_frozen(config.target.path, **keys, dtype=dtype, device=device)
-    model = method.build(draft.shape)
-    model.load_state_dict(draft.state)
-    evaluator = Evaluator.of_run(resolved, target, method, frozen)
-    counts = evaluator.share(model.to(device, dtype).eval(), evaluator.prompts)
-    return {"draft": draft.name, "target": config.target.path, **measurement(counts)}
-
-
 def export_checkpoint(config: RunConfig, checkpoint: str | None, folder: Path) -> None:
     """Write a run's checkpoint to `folder` as SGLang reads it, and check it.
 
@@ -159,4 +139,5 @@ def _config_of_export(
         raise ValueError(
             f"{folder} lies in no run's folder: name its target with --target and prompts with --prompts"
         )
-    return RunConfig.model_validate({"target": {"path": target}, "data": {"train": list(prompts)}})
+    named = [f"target.path={json.dumps(target)}", f"data.train={json.dumps(list(prompts))}"]
+    return load_run(None, [*named, *overrides])

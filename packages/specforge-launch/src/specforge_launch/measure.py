@@ -16,7 +16,8 @@ from torch import Tensor
 from specforge_capture.prompts.evaluation import load_eval_prompts
 from specforge_capture.targets.base import DecodingTarget
 from specforge_launch.resolve import Resolved
-from specforge_train.decode import DecodeCounts, PlainOutput, evaluate
+from specforge_train.counts import DecodeCounts, Decoded, PlainOutput
+from specforge_train.decode import evaluate
 from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.base import DraftModel, Method
 from specforge_train.parallel import World
@@ -66,7 +67,7 @@ class Evaluator:
         self,
         draft: DraftModel,
         prompts: Sequence[Tensor],
-        on_prompt: Callable[[DecodeCounts], None] | None = None,
+        on_prompt: Callable[[DecodeCounts, Decoded], None] | None = None,
     ) -> DecodeCounts:
         """Decode the island's share of `prompts`; nothing on ranks that only lend their part of the target.
 
@@ -83,8 +84,8 @@ class Evaluator:
                         prompts[self.island :: self.size],
                         self.resolved.config.evaluation.max_new_tokens,
                         self.resolved.special.stop,
-                        on_prompt,
-                        self.own_outputs,
+                        on_prompt=on_prompt,
+                        own_outputs=self.own_outputs,
                     )
             except StopRequested as request:
                 stopped = request  # the island's other ranks are let go before it leaves the block
@@ -102,7 +103,7 @@ class Evaluator:
         """Counts of all prompts over the world; None on every rank once `stop` exists. A collective."""
         own = len(self.prompts[self.island :: self.size])
 
-        def on_prompt(counts: DecodeCounts) -> None:
+        def on_prompt(counts: DecodeCounts, decoded: Decoded) -> None:
             progress(counts.total, own)
             if stop.exists():
                 raise StopRequested
@@ -154,6 +155,7 @@ def measurement(counts: DecodeCounts) -> dict[str, Any]:
         "lossless_total": counts.total,
         "tokens": counts.tokens,
         "rounds": counts.rounds,
+        "speedup": number(counts.speedup),
         "seconds_speculative": counts.seconds_speculative,
-        "seconds_greedy": counts.seconds_greedy,
+        "seconds_plain": counts.seconds_plain,
     }

@@ -5,6 +5,8 @@ reads them.
 """
 
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -41,6 +43,32 @@ def numbers(event: dict[str, Any]) -> str:
     return "  ".join(f"{name} {style.format(value)}" for name, style, value in present if value is not None)
 
 
+@contextmanager
+def counting(console: Console, text: str) -> Generator[Callable[[int, int], None]]:
+    """A bar, on a terminal; yields what is called with how much is done and how much there is."""
+    with _bar(console) as bar:
+        task = bar.add_task(text, total=None, text="")
+
+        def count(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, text=f"{done}/{total}")
+
+        yield count
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=28),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
 class View:
     """Draws events until it is closed."""
 
@@ -51,17 +79,7 @@ class View:
         self._last_line = 0.0
         self._seen: dict[str, Any] = {}
         self._task: TaskID | None = None
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=28),
-            TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self._bar = _bar(console)
 
     def __enter__(self) -> "View":
         """Start drawing."""

@@ -7,10 +7,10 @@ light and dark.
 import json
 from collections.abc import Callable, Sequence
 from html import escape
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specforge_launch.charts import COLORS, svg
 from specforge_launch.page import PAGE
 from specforge_launch.run_folder import RunFolder
 from specforge_launch.show import summary_rows
@@ -18,27 +18,6 @@ from specforge_launch.show import summary_rows
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INK = "#010203"  # stands for the page's text colour in a chart
-_COLORS = {"blue": "#3b82f6", "teal": "#14b8a6", "amber": "#f59e0b", "violet": "#8b5cf6", "grey": "#94a3b8"}
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "specforge",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": _COLORS["grey"],
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-}
 Rows = Sequence[dict[str, Any]]
 
 
@@ -90,7 +69,7 @@ def render(rows: Rows, summary: dict[str, Any], configuration: str, title: str) 
         ("Learning rate", "and the gradient's norm before clipping", lambda a: _rate(a, train)),
     ]
     figures = "\n".join(
-        f"<figure><figcaption><b>{escape(name)}</b><span>{escape(text)}</span></figcaption>{_svg(draw)}</figure>"
+        f"<figure><figcaption><b>{escape(name)}</b><span>{escape(text)}</span></figcaption>{svg(draw)}</figure>"
         for name, text, draw in charts
     )
     table = "\n".join(f"<tr><th>{escape(n)}</th><td>{escape(v)}</td></tr>" for n, v in summary_rows(summary))
@@ -103,23 +82,10 @@ def render(rows: Rows, summary: dict[str, Any], configuration: str, title: str) 
     )
 
 
-def _svg(draw: Callable[["Axes"], None]) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 3.3), layout="constrained")
-        draw(figure.subplots())
-        text = StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    drawing = text.getvalue()
-    return drawing[drawing.index("<svg") :].replace(_INK, "currentColor")
-
-
 def _line(axes: "Axes", rows: Rows, key: str, label: str, color: str, **style: Any) -> None:
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     if points:
-        axes.plot(*zip(*points, strict=True), label=label, color=_COLORS[color], **style)
+        axes.plot(*zip(*points, strict=True), label=label, color=COLORS[color], **style)
 
 
 def _legend(axes: "Axes", **place: Any) -> None:
@@ -156,7 +122,7 @@ def _slots(axes: "Axes", rows: Rows, summary: dict[str, Any]) -> None:
     for place, color, (name, values) in zip((-0.2, 0.2), ("grey", "teal"), shares.items(), strict=True):
         heights = [share or 0.0 for share in values or ()]
         at = [slot + 1 + place for slot in range(len(heights))]
-        bars = axes.bar(at, heights, 0.36, color=_COLORS[color], label=name)
+        bars = axes.bar(at, heights, 0.36, color=COLORS[color], label=name)
         axes.bar_label(bars, fmt="{:.0%}", fontsize=8, padding=2)
     axes.set(xlabel="slot of the block", ylim=(0, 1.12))
     axes.set_xticks(range(1, 1 + max(len(values or ()) for values in shares.values())))
@@ -195,7 +161,7 @@ def _shares(axes: "Axes", train: Rows) -> None:
     rows = [row for row in train if all(key in row for key in keys.values())]
     if rows:
         shares = [[row[key] for row in rows] for key in keys.values()]
-        colors = [_COLORS[name] for name in ("amber", "blue", "grey")]
+        colors = [COLORS[name] for name in ("amber", "blue", "grey")]
         axes.stackplot([row["step"] for row in rows], shares, labels=list(keys), colors=colors, alpha=0.85)
         axes.figure.legend(loc="outside upper right", ncols=3)
     axes.set(xlabel="step", ylim=(0, 1))

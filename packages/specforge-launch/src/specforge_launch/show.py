@@ -109,16 +109,34 @@ def summary_table(summary: dict[str, Any]) -> Table:
     return _two_columns(f"{summary['name']}: done", summary_rows(summary))
 
 
-def measurement_table(result: dict[str, Any]) -> Table:
+def measurement_tables(result: dict[str, Any]) -> list[Table]:
     """What `evaluate` measured."""
-    slots = slots_text(result["accept_by_slot"])
-    tau = "-" if result["tau"] is None else f"{result['tau']:.2f} tokens a round"
-    rows = [
-        ("draft", result["draft"]),
-        ("target", result["target"]),
-        ("acceptance length τ", tau),
-        ("acceptance by slot", slots),
-        ("lossless", lossless_text(result["lossless_identical"], result["lossless_total"])),
-        ("tokens", f"{result['tokens']} in {result['rounds']} rounds"),
-    ]
-    return _two_columns("speculative decoding", rows)
+    table = Table(
+        title="speculative decoding", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
+    for name, side in (("prompts", "left"), ("T", "right"), ("τ", "right"), ("by slot", "left"),
+                       ("identical", "right"), ("speed-up", "right"), ("tokens", "right")):  # fmt: skip
+        table.add_column(name, justify=side, header_style="dim", no_wrap=name != "by slot")
+    for row in result["sets"]:
+        identical, total = row["lossless_identical"], row["lossless_total"]
+        table.add_row(
+            row["name"],
+            f"{row['temperature']:g}",
+            "-" if row["tau"] is None else f"{row['tau']:.2f}",
+            slots_text(row["accept_by_slot"]),
+            "-" if total is None else f"{identical} of {total}",
+            "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+            str(row["tokens"]),
+        )
+    about = [("draft", result["draft"]), ("target", result["target"])]
+    if (calibration := result["calibration"]) is not None:
+        about.append(("confidence", calibration_text(calibration)))
+    return [table, _two_columns("", about)]
+
+
+def calibration_text(calibration: dict[str, Any]) -> str:
+    """The calibration of the confidence head in words."""
+    return (
+        f"off by {calibration['error']:.1%}; on held-out prompts {calibration['error_of_rest']:.1%}, "
+        f"with its logit over {calibration['temperature']:.2f} {calibration['error_fitted_on_rest']:.1%}"
+    )

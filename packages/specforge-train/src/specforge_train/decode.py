@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specforge_train.counts import Decoded, DecodeCounts, PlainOutput
+from specforge_train.counts import DecodeCounts, Decoded, PlainOutput
 from specforge_train.verification import Greedy, Proposal, Verification, rule_for
 
 PREFILL_TOKENS = 512
