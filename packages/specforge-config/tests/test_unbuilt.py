@@ -17,10 +17,6 @@ MINIMAL = {"target": {"path": "t"}, "data": {"train": "a"}}
             {"draft": {"rope_scaling": {"rope_type": "linear", "factor": 2}}},
             "draft.rope_scaling with rope_type=linear (built: default, yarn)",
         ),
-        (
-            {"target": {"path": "t", "backend": "sglang"}, "engine": {"load_format": "dummy"}},
-            "engine.load_format=dummy (built: auto)",
-        ),
         ({"target": {"path": "t", "gguf_file": "x.gguf"}}, "target.gguf_file=x.gguf (built: safetensors)"),
         ({"deployment": {"mode": "disaggregated"}}, "deployment.mode=disaggregated (built: local_colocated)"),
         (
@@ -49,6 +45,8 @@ def test_every_unbuilt_setting_is_named() -> None:
         {},
         {"draft": {"rope_scaling": {"type": "yarn", "factor": 2}}},
         {"target": {"path": "t", "backend": "sglang"}},
+        {"target": {"path": "t", "backend": "sglang"}, "engine": {"load_format": "dummy"}},
+        {"engine": {"load_format": "dummy"}},
     ],
 )
 def test_built_runs_may_start(sections: dict[str, Any]) -> None:

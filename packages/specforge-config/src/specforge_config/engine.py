@@ -32,7 +32,8 @@ class EngineConfig(Config):
     moe_runner_backend: str | None = None
     """Mixture-of-experts backend; default: the engine's own choice."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy` loads random weights at the real shapes; every output then says so."""
+    """`dummy` gives the target random weights at its real shapes, of either backend: `target.path` then needs
+    `config.json` alone, every output says so, and no draft is exported."""
     extra: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further engine arguments by their own names."""
 

@@ -59,6 +59,11 @@ class RunConfig(Config):
         return self.seed if self.data.prompt_seed is None else self.data.prompt_seed
 
     @property
+    def dummy_weights(self) -> bool:
+        """Whether the target's weights are random: speed and memory are then real, what is learnt is not."""
+        return self.engine.load_format == "dummy"
+
+    @property
     def topology(self) -> Topology:
         """Islands and replicas of the trainer's world; ranks that hold no target are islands of their own."""
         tp_size = self.engine.tp_size if self.deployment.mode == "local_colocated" else 1
@@ -84,8 +89,8 @@ class RunConfig(Config):
             yield f"evaluation.prompts holds {path}, as does data.train; required: held-out prompts"
 
     def _engine_faults(self) -> Iterator[str]:
-        """The `hf` backend takes no engine settings, least of all a tensor parallelism that it would
-        ignore."""
+        """The `hf` backend takes no engine settings but `load_format`, least of all a tensor parallelism
+        that it would ignore."""
         if self.target.backend != "hf" or self.deployment.mode != "local_colocated":
             return
         for name in unlike_default(self.engine):
@@ -94,7 +99,7 @@ class RunConfig(Config):
                     f"engine.tp_size is {self.engine.tp_size}, but target.backend hf holds a whole target on "
                     "each rank; required: engine.tp_size 1 or target.backend sglang"
                 )
-            else:
+            elif name != "load_format":
                 yield (
                     f"engine.{name} is set, but target.backend hf has no engine; "
                     f"required: drop engine.{name}, or target.backend sglang"

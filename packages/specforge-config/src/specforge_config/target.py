@@ -15,7 +15,8 @@ class TargetConfig(Config):
     """The target model whose hidden states are captured."""
 
     path: InputPath
-    """Folder with `config.json`, safetensors weights and tokenizer."""
+    """Folder with `config.json`, safetensors weights and tokenizer. Pre-tokenised rows need no tokenizer,
+    `engine.load_format: dummy` no weights."""
     backend: Literal["hf", "sglang"] = "hf"
     """What runs the target: `hf` (transformers, CPU and GPU) or `sglang` (in the trainer's process)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -14,6 +14,7 @@ from specforge_launch import recipe as recipes
 from specforge_launch.resolve import Resolved, resolve
 from specforge_launch.run_folder import RunFolder
 from specforge_train.export.sglang import check_export, export_sglang, load_exported
+from specforge_train.frozen import FrozenTarget, load_frozen, random_frozen
 from specforge_train.methods.base import DraftShape
 from specforge_train.registry import get_method
 from specforge_train.weights import read_weights
@@ -80,12 +81,27 @@ def find_draft(
     return FoundDraft(name, config, shape, state)
 
 
+def frozen_of(resolved: Resolved, dtype: torch.dtype, device: torch.device) -> FrozenTarget:
+    """The target's embedding and head: its own, or random ones beside an engine's dummy weights."""
+    config = resolved.config
+    if config.dummy_weights:
+        return random_frozen(resolved.target, seed=config.seed, dtype=dtype, device=device)
+    keys = {"embedding_key": config.target.embedding_key, "head_key": config.target.head_key}
+    return load_frozen(config.target.path, **keys, dtype=dtype, device=device)
+
+
 def export_checkpoint(config: RunConfig, checkpoint: str | None, folder: Path) -> None:
     """Write a run's checkpoint to `folder` as SGLang reads it, and check it.
 
     Raises:
-        ValueError: if there is no such checkpoint, or it is not the draft that the configuration describes.
+        ValueError: if there is no such checkpoint, if it is not the draft that the configuration describes,
+            or if it was trained with dummy weights.
     """
+    if config.dummy_weights:
+        raise ValueError(
+            "engine.load_format is dummy: this draft has learnt from a random target, which no server runs; "
+            "required for an export: a run with the target's own weights"
+        )
     path = checkpoint_path(config, checkpoint)
     resolved = resolve(config)
     export_sglang(read_weights(path), shape_of(resolved), folder)

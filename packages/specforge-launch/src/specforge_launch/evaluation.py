@@ -19,14 +19,13 @@ import torch
 
 from specforge_capture.prompts.evaluation import EvalPrompt, follow_up, load_eval_prompts
 from specforge_capture.targets.hf import HFTarget
-from specforge_launch.drafts import FoundDraft, find_draft, find_run
+from specforge_launch.drafts import FoundDraft, find_draft, find_run, frozen_of
 from specforge_launch.measure import measurement
 from specforge_launch.resolve import Resolved, resolve
 from specforge_launch.run_folder import RunFolder
 from specforge_train.calibration import Calibration, calibrate
 from specforge_train.counts import DecodeCounts, Decoded, Examined, PlainOutput
 from specforge_train.decode import DecodingTarget, Drafter, evaluate
-from specforge_train.frozen import load_frozen
 from specforge_train.registry import get_method
 
 Progress = Callable[[int, int], None]
@@ -101,9 +100,9 @@ class Session:
         on_gpu = config.deployment.trainer.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda" if on_gpu else "cpu")
         dtype = torch.bfloat16 if on_gpu and config.training.dtype != "float32" else torch.float32
-        target = HFTarget(config.target.path, resolved.spec, device, resolved.special.stop)
-        keys = {"embedding_key": config.target.embedding_key, "head_key": config.target.head_key}
-        frozen = load_frozen(config.target.path, **keys, dtype=dtype, device=device)
+        dummy_seed = config.seed if config.dummy_weights else None
+        target = HFTarget(config.target.path, resolved.spec, device, resolved.special.stop, dummy_seed)
+        frozen = frozen_of(resolved, dtype, device)
         model = method.build(draft.shape)
         model.load_state_dict(draft.state)
         drafter = method.drafter(model.to(device, dtype).eval(), frozen)
@@ -239,6 +238,7 @@ def _result(draft: FoundDraft, results: dict[tuple[float, str], Measured], worke
     return {
         "draft": draft.name,
         "target": draft.config.target.path,
+        "dummy_weights": draft.config.dummy_weights,
         "max_new_tokens": settings.max_new_tokens,
         "seed": settings.seed,
         "workers": workers,

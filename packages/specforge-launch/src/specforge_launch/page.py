@@ -1,4 +1,4 @@
-"""The page that a report fills: `title`, `tiles`, `figures`, `table` and `configuration`, all HTML."""
+"""The page that a report fills: `title`, `note`, `tiles`, `figures`, `table`, `configuration`: all HTML."""
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -21,6 +21,9 @@ main {{ max-width: 1180px; margin: 0 auto; padding: 2.2rem 1.2rem 4rem; }}
 h1 {{ font-size: 1.7rem; margin: 0; letter-spacing: -.02em; }}
 h2 {{ font-size: 1.05rem; margin: 0 0 .6rem; }}
 .kind, .note {{ color: var(--soft); margin: .1rem 0 1.4rem; }}
+.warning {{
+  background: var(--card); border: 1px solid #f59e0b; border-radius: 12px; padding: .7rem 1.1rem;
+}}
 .tiles {{
   display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .9rem;
   margin-bottom: .9rem;
@@ -54,6 +57,7 @@ tr + tr > * {{ border-top: 1px solid var(--line); }}
 pre {{ overflow-x: auto; font-size: .82rem; line-height: 1.45; }}
 </style></head><body><main>
 <h1>{title}</h1><p class="kind">draft model for speculative decoding</p>
+{note}
 {tiles}
 <div class="grid">
 {figures}

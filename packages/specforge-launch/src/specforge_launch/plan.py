@@ -100,6 +100,8 @@ def outputs_of(config: RunConfig) -> dict[str, str]:
         "configuration": folder.resolved,
         "logs": folder.logs,
     }
+    if config.dummy_weights:
+        del paths["export"]
     return {name: str(path) for name, path in paths.items()}
 
 
@@ -170,6 +172,7 @@ def _engine_args(config: RunConfig, target: TargetShape, *, on_gpu: bool) -> dic
         return {**resolve_engine_arguments(config, target, "cuda" if on_gpu else "cpu").keywords()}
     return {
         "backend": "hf",
+        "load_format": config.engine.load_format,
         "dtype": target.dtype if config.target.dtype == "auto" else config.target.dtype,
         "attention": "sdpa",
         "packed": True,

@@ -32,7 +32,7 @@ def prepare(config: RunConfig, out: Console) -> None:
     out.print(
         f"\n{sample.sample_id}: [bold black on green] supervised [/] [dim]not supervised[/]", highlight=False
     )
-    out.print(masked_text(sample, lambda ids: str(resolved.renderer.tokenizer.decode(ids))))
+    out.print(masked_text(sample, resolved.renderer.decode))
 
 
 def report_table(report: PromptReport, path: str) -> Table:

@@ -20,6 +20,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from specforge_launch.show import first_step_text
+
 STAGES = {
     "start": "starting the ranks",
     "prompts": "preparing prompts",
@@ -96,6 +98,8 @@ class View:
         stage, step, total = event["stage"], event.get("done", event.get("step", 0)), event.get("total")
         if stage not in STAGES:
             return
+        if "first_step_seconds" in event:
+            self.message(f"seconds to the first step {first_step_text(event)}")
         if event.get("tau") is not None:
             return self.message(f"step {step}: τ {event['tau']:.2f} measured")
         self._seen = {**self._seen, **event} if stage == self._stage else event

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specforge_launch.charts import COLORS, svg
 from specforge_launch.page import PAGE
 from specforge_launch.run_folder import RunFolder
-from specforge_launch.show import summary_rows
+from specforge_launch.show import DUMMY_WEIGHTS, summary_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,6 +52,7 @@ def render(rows: Rows, summary: dict[str, Any], configuration: str, title: str) 
         title: name of the run.
     """
     train = [row for row in rows if "loss" in row]
+    dummy = any(row.get("dummy_weights") for row in rows)
     measured = _measured(rows, summary)
     charts: list[tuple[str, str, Callable[[Axes], None]]] = [
         (
@@ -75,6 +76,7 @@ def render(rows: Rows, summary: dict[str, Any], configuration: str, title: str) 
     table = "\n".join(f"<tr><th>{escape(n)}</th><td>{escape(v)}</td></tr>" for n, v in summary_rows(summary))
     return PAGE.format(
         title=escape(title),
+        note=f'<p class="warning">{escape(DUMMY_WEIGHTS)}</p>' if dummy else "",
         tiles=_tiles(summary),
         figures=figures,
         table=f"<section><h2>The run</h2><table>{table}</table></section>" if table else "",

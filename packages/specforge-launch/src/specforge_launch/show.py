@@ -8,6 +8,7 @@ from rich.table import Table
 
 from specforge_launch.plan import RunPlan
 
+DUMMY_WEIGHTS = "dummy weights: the target is random; speed and memory are real, losses and τ are not"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -43,6 +44,7 @@ def plan_tables(plan: RunPlan) -> list[Table]:
     nodes = {process.node for process in plan.processes}
     devices = {process.device.partition(":")[0] for process in plan.processes}
     run = [
+        *([("target", DUMMY_WEIGHTS)] if plan.engine_args.get("load_format") == "dummy" else []),
         ("deployment", plan.mode),
         ("world", f"{plan.world_size} rank(s) on {len(nodes)} node(s), {', '.join(devices)}"),
         (
@@ -75,7 +77,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """`summary.json` as (name, text) rows; empty for an empty summary."""
     if not summary:
         return []
-    rows = []
+    rows = [("target", DUMMY_WEIGHTS)] if summary.get("dummy_weights") else []
     if summary.get("tau_trained") is not None:
         slots = slots_text(summary["accept_by_slot"])
         rows += [
@@ -89,9 +91,20 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", str(summary["steps"])),
         ("samples/s", f"{summary['samples_per_s']:.1f}"),
         ("a step's time", " / ".join(shares)),
+        *(
+            [("seconds to the first step", first_step_text(summary))]
+            if summary.get("first_step_seconds")
+            else []
+        ),
         ("seconds in all", f"{summary['seconds']:.0f}"),
     ]
     return rows + [(name, path) for name, path in summary["paths"].items()]
+
+
+def first_step_text(start: dict[str, Any]) -> str:
+    """How long the first step took to come, by part."""
+    parts = (f"{name} {spent:.1f}" for name, spent in start["startup_seconds"].items() if "/" not in name)
+    return f"{start['first_step_seconds']:.0f}: {', '.join(parts)}"
 
 
 def slots_text(shares: Iterable[float | None]) -> str:
@@ -128,7 +141,8 @@ def measurement_tables(result: dict[str, Any]) -> list[Table]:
             "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
             str(row["tokens"]),
         )
-    about = [("draft", result["draft"]), ("target", result["target"])]
+    about = [("weights", DUMMY_WEIGHTS)] if result["dummy_weights"] else []
+    about += [("draft", result["draft"]), ("target", result["target"])]
     if (calibration := result["calibration"]) is not None:
         about.append(("confidence", calibration_text(calibration)))
     return [table, _two_columns("", about)]

@@ -8,7 +8,7 @@ from specforge_config.loading import load_run
 from specforge_config.run import RunConfig
 from specforge_launch.plan import RunPlan
 from specforge_launch.run_folder import RunFolder
-from specforge_launch.show import summary_table
+from specforge_launch.show import DUMMY_WEIGHTS, summary_table
 from specforge_launch.supervise import OK, run_node
 
 
@@ -43,6 +43,8 @@ def start(config: RunConfig, plan: RunPlan, node: int, out: Console, err: Consol
         )
     if config.training.resume == "required" and not folder.has_checkpoint:
         raise ValueError(f"training.resume is required, but {folder.path} holds no checkpoint")
+    if config.dummy_weights:
+        out.print(DUMMY_WEIGHTS, style="yellow", highlight=False)
     code = run_node(config, plan, node, out, err)
     if code == OK and node == 0:
         from specforge_launch.report import write_report

@@ -18,7 +18,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,7 +118,7 @@ class Checkpoints:
             files = {name: seal for part in self.world.gather(_seals(own)) for name, seal in part.items()}
             meta = {
                 "format": FORMAT,
-                "version": version("specforge-train"),
+                "version": _release(),
                 "step": step,
                 "totals": dict(totals),
                 "plan": self.plan,
@@ -215,6 +215,14 @@ def find_damage(path: Path) -> str | None:
 def read_meta(path: Path) -> dict[str, Any]:
     """The record beside a checkpoint's tensors: format, version, step, totals, plan, capture, files."""
     return json.loads((path / META).read_text())
+
+
+def _release() -> str:
+    """The release of this package that wrote a checkpoint."""
+    try:
+        return version("specforge-train")
+    except PackageNotFoundError:  # run from its sources
+        return "source"
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

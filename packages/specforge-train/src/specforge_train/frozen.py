@@ -2,7 +2,7 @@
 
 They are read by key from the target's safetensors, without loading the target. Checkpoints hide them: a tied
 head is not stored at all, composite models nest their language model under a prefix, shards may come without
-an index.
+an index. With an engine's dummy weights they are random too, at the target's shapes.
 
 Notation: V rows of the vocabulary, padding included; H hidden.
 """
@@ -17,8 +17,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from specforge_config.target import TargetShape
+
 _EMBEDDING_ENDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _HEAD_ENDINGS = ("lm_head.weight", "embed_out.weight")
+_INITIAL_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,28 @@ def load_frozen(
             "set target.embedding_key and target.head_key"
         )
     return FrozenTarget(embedding, head)
+
+
+def random_frozen(
+    target: TargetShape, *, seed: int, dtype: torch.dtype, device: torch.device | str
+) -> FrozenTarget:
+    """Embedding and head of a target with dummy weights: normal values of the usual initial width, made on
+    the device, the same on every rank of one kind of device.
+
+    Args:
+        target: the target's shape; a tied head is the embedding.
+        seed: of the values.
+        dtype: element type.
+        device: where to make them.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw() -> Tensor:
+        rows = torch.empty(target.vocab_size, target.hidden_size, dtype=dtype, device=device)
+        return rows.normal_(std=_INITIAL_STD, generator=generator)
+
+    embedding = draw()
+    return FrozenTarget(embedding, embedding if target.tied_head else draw(), dummy=True)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -203,6 +203,35 @@ def set_last_micro_step(model: nn.Module, last: bool, sharding: str) -> None:
         model.set_reshard_after_backward(last)  # parameters stay gathered until they change
 
 
+def require_equal_replicas(model: nn.Module, world: World) -> None:
+    """Check that the draft's replicas hold the same parameters, bit for bit. A collective.
+
+    Each rank sums the bit patterns of each of its shards, a pass over them on the device; the sums are
+    compared with those of the first replica.
+
+    Raises:
+        RuntimeError: on every rank, naming parameters that differ.
+    """
+    if world.replicas == 1:
+        return
+    names, values = zip(*((name, local(p.detach())) for name, p in model.named_parameters()), strict=True)
+    mine = torch.stack([value.contiguous().view(torch.int32).sum(dtype=torch.int64) for value in values])
+    sums = world.gather(mine.tolist())
+    first, *others = world.mesh.mesh.tolist()
+    differing = {
+        name
+        for replica in others
+        for rank, reference in zip(replica, first, strict=True)
+        for name, a, b in zip(names, sums[rank], sums[reference], strict=True)
+        if a != b
+    }
+    if differing:
+        raise RuntimeError(
+            f"the {world.replicas} replicas of the draft differ in {len(differing)} parameters, such as "
+            f"{sorted(differing)[:3]}: a rank computed something else; go on from the last checkpoint"
+        )
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

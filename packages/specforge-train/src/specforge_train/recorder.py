@@ -64,6 +64,7 @@ class Recorder:
         """Totals over closed windows, ranks and starts of the run; seconds, samples, steps."""
         self._world, self._report, self._tp_size = world, report, config.topology.tp_size
         self._window, self._facts = Window(), {}
+        self._note = {"dummy_weights": True} if config.dummy_weights else {}
         self._metrics = JsonLines(folder / "metrics.jsonl", step) if world.main else None
         self._samples = (
             JsonLines(folder / f"samples.rank{world.rank}.jsonl", step) if config.tracking.samples else None
@@ -154,4 +155,4 @@ class Recorder:
 
     def _add_row(self, row: Mapping[str, Any]) -> None:
         if self._metrics:
-            self._metrics.add(row)
+            self._metrics.add({**row, **self._note})

@@ -28,7 +28,14 @@ from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.base import DraftModel, DraftShape, Method
 from specforge_train.metrics import StepSums, StepTotals
 from specforge_train.optim import build_adamw, squared_norm, update
-from specforge_train.parallel import World, compute_dtype, gathered, set_last_micro_step, shard
+from specforge_train.parallel import (
+    World,
+    compute_dtype,
+    gathered,
+    require_equal_replicas,
+    set_last_micro_step,
+    shard,
+)
 from specforge_train.recorder import Recorder, Report, StreamStats
 from specforge_train.schedule import lr_factor
 from specforge_train.weights import warm_start
@@ -62,6 +69,8 @@ class TrainSummary:
     share_capture: float
     share_train: float
     share_bubble: float
+    replicas: int
+    """Copies of the draft; above one they were compared with each checkpoint and found equal."""
     skipped: int
     """Steps without any supervised slot."""
     dropped: int
@@ -248,7 +257,12 @@ class Trainer:
         return draft
 
     def save(self) -> None:
-        """Write a checkpoint of this step; the rows that belong to it are on the disk before."""
+        """Write a checkpoint of this step; the rows that belong to it are on the disk before.
+
+        Raises:
+            RuntimeError: if replicas of the draft differ, of which the checkpoint would keep the first.
+        """
+        require_equal_replicas(self.model, self.world)
         self.recorder.sync()
         path = self.checkpoints.save(self.step, self.model, self.optimizer, self.recorder.spent)
         self.recorder.tell("checkpoint", self.step, path=str(path))
@@ -301,6 +315,7 @@ class Trainer:
             share_capture=capture,
             share_train=train,
             share_bubble=max(0.0, 1.0 - capture - train) if seconds else 0.0,
+            replicas=self.world.replicas,
             skipped=int(spent["skipped"]),
             dropped=int(spent["dropped"]),
             stopped=self.step < self.total_steps,

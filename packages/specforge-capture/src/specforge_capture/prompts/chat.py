@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
+_TOKENIZER_FILES = ("*token*", "vocab.*", "*.model", "*.tiktoken", "*.gguf")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -35,12 +36,22 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """
     if not Path(folder).is_dir():
         raise ValueError(f"target.path: no folder {folder}")
+    if not has_tokenizer(folder):  # of the configuration alone transformers would make an empty one
+        raise ValueError(
+            f"target.path: no tokenizer in {folder}; required: the target's, or pre-tokenised rows in "
+            "data.train and no evaluation.prompts"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"target.path: no readable tokenizer in {folder}: {error}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder holds files of a tokenizer."""
+    return any(any(Path(folder).glob(name)) for name in _TOKENIZER_FILES)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
@@ -174,6 +185,20 @@ class ChatRenderer:
             yield
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             raise TemplateRefusal(f"{self.name} refuses it: {error}") from error
+
+
+class NoTokenizer(ChatRenderer):
+    """Stands in for the tokenizer that a target's folder lacks, where all rows are tokenised already."""
+
+    hash = "none"
+
+    def __init__(self) -> None:
+        self.template, self.settings, self.marks_generation = None, {}, False
+        self.name = "pre-tokenised rows"
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids themselves."""
+        return "".join(f"{token} " for token in ids)
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -20,8 +20,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from specforge_capture.sglang.islands import Place, virtual_world
-from specforge_capture.sglang.startup import Startup
 from specforge_capture.sglang.versions import Adapter
+from specforge_capture.startup import Startup
 
 
 class Engine:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from specforge_capture.sglang.engine_args import resolve_engine_arguments
 from specforge_capture.sglang.islands import Place
-from specforge_capture.sglang.startup import Startup
 from specforge_capture.sglang.versions import load_adapter
+from specforge_capture.startup import Startup
 from specforge_capture.targets.base import Extension, PromptRow, feature_batch
 from specforge_config.features import CaptureSpec, FeatureBatch
 from specforge_config.run import RunConfig

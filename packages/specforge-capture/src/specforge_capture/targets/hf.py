@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from specforge_capture.targets.attention import IMPLEMENTATION, Documents
@@ -38,6 +38,7 @@ class HFTarget:
         spec: the capture contract.
         device: where the model runs.
         stop_ids: tokens that end an answer.
+        dummy_seed: makes random weights from this seed, the same on every rank, instead of reading any.
 
     Raises:
         ValueError: if the folder holds no loadable model, or the model has no structure this backend can
@@ -50,11 +51,14 @@ class HFTarget:
         spec: CaptureSpec,
         device: torch.device | str = "cpu",
         stop_ids: Sequence[int] = (),
+        dummy_seed: int | None = None,
     ) -> None:
         self.spec = spec
         self.stop_ids = tuple(stop_ids)
         self.device = torch.device(device)
-        self.model = _load(folder, getattr(torch, spec.dtype)).to(self.device).eval().requires_grad_(False)
+        dtype = getattr(torch, spec.dtype)
+        model = _load(folder, dtype) if dummy_seed is None else _random(folder, dtype, dummy_seed)
+        self.model = model.to(self.device).eval().requires_grad_(False)
         self._decoder = self.model.get_decoder()
         self._head = self.model.get_output_embeddings()
         self._layers = _decoder_layers(self.model, self._decoder, spec)
@@ -157,7 +161,8 @@ class HFTarget:
         if not torch.allclose(self._head(last).float(), logits.float(), rtol=1e-2, atol=1e-3):
             raise ValueError(
                 f"target.backend hf: {type(self.model).__name__} changes its logits behind the vocabulary "
-                "head (a soft cap or a scale), which this backend does not follow: set target.backend sglang"
+                "head (a soft cap or a scale); required: a target whose logits are the head's alone, for a "
+                "draft learns from the head"
             )
 
 
@@ -184,6 +189,17 @@ def _load(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(f"target.path: the weights in {folder} lack {missing[:5]} ({len(missing)} in all)")
     return model
+
+
+def _random(folder: str | Path, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """A model of random weights, of which only `config.json` is read."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"target.path: no readable config.json in {folder}: {error}") from error
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
 
 
 def _decoder_layers(model: PreTrainedModel, decoder: nn.Module, spec: CaptureSpec) -> nn.ModuleList:

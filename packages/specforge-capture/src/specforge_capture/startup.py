@@ -1,4 +1,4 @@
-"""What an engine's start spends its time on."""
+"""What a start spends its time on."""
 
 import time
 from collections.abc import Generator
