@@ -199,12 +199,14 @@ def test_missing_keys_name_their_section(recipe: Write) -> None:
 
 
 def test_faults_across_sections_stand_at_the_key_they_name(recipe: Write) -> None:
-    path = recipe(MINIMAL + "training:\n  global_batch_size: 3\nengine: {ep_size: 1, load_format: dummy}\n")
+    path = recipe(
+        MINIMAL + "training:\n  global_batch_size: 3\nengine: {ep_size: 1, attention_backend: fa3}\n"
+    )
     assert faults(path, "deployment.trainer.nproc_per_node=2") == [
         "line 4: training.global_batch_size=3 cannot be shared by 2 ranks; "
         "required: a positive multiple of deployment.trainer.nnodes * nproc_per_node",
-        "line 5: engine.load_format is set, but target.backend hf has no engine; "
-        "required: drop engine.load_format, or target.backend sglang",
+        "line 5: engine.attention_backend is set, but target.backend hf has no engine; "
+        "required: drop engine.attention_backend, or target.backend sglang",
     ]
 
 

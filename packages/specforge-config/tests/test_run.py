@@ -72,7 +72,7 @@ def test_sections_that_disagree_are_refused(sections: dict[str, Any], fault: str
         {"schedule": {"kind": "wsd", "warmup_steps": 8}, "training": {"max_steps": 10}},
         {"draft": {"max_positions": 4096}},
         {"evaluation": {"prompts": "b.jsonl"}},
-        {"engine": {"tp_size": 1, "load_format": "auto"}},
+        {"engine": {"tp_size": 1, "load_format": "dummy"}},
         {
             "target": {"path": "t", "backend": "sglang"},
             "engine": {"tp_size": 2, "context_length": 4096},
@@ -87,10 +87,10 @@ def test_sections_that_agree_are_taken(sections: dict[str, Any]) -> None:
 
 def test_every_fault_is_told_at_once() -> None:
     with pytest.raises(ValidationError) as caught:
-        run(engine={"load_format": "dummy"}, draft={"max_positions": 1}, evaluation={"prompts": "a.jsonl"})
+        run(engine={"max_total_tokens": 1}, draft={"max_positions": 1}, evaluation={"prompts": "a.jsonl"})
     assert all(
         key in str(caught.value)
-        for key in ("engine.load_format", "draft.max_positions", "evaluation.prompts")
+        for key in ("engine.max_total_tokens", "draft.max_positions", "evaluation.prompts")
     )
 
 

@@ -11,6 +11,7 @@ from specforge_launch.show import summary_rows
 
 SUMMARY = {
     "name": "small",
+    "dummy_weights": False,
     "tau_untrained": 1.0312,
     "tau_trained": 3.4567,
     "accept_by_slot": [0.9, 0.7, None],
@@ -21,6 +22,8 @@ SUMMARY = {
     "share_capture": 0.25,
     "share_train": 0.7,
     "share_bubble": 0.05,
+    "first_step_seconds": 7.5,
+    "startup_seconds": {"launch": 3.0, "target": 4.25, "target/import": 4.0, "first step": 0.25},
     "seconds": 61.4,
     "steps": 20,
     "paths": {"report": "out/report.html"},

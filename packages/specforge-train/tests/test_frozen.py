@@ -7,7 +7,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from specforge_train.frozen import FrozenTarget, load_frozen
+from specforge_config.target import TargetShape
+from specforge_train.frozen import FrozenTarget, load_frozen, random_frozen
 
 EMBEDDING, HEAD = torch.arange(24.0).view(8, 3), torch.arange(24.0, 48.0).view(8, 3)
 LAYER = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2)}
@@ -38,6 +39,21 @@ def test_a_saved_model_in_shards(tied: bool, tmp_path: Path) -> None:
     assert torch.equal(frozen.embedding, model.model.embed_tokens.weight)
     assert torch.equal(frozen.head, model.lm_head.weight)
     assert (frozen.head.data_ptr() == frozen.embedding.data_ptr()) == tied
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_beside_dummy_weights_they_are_random_at_the_real_shape(tied: bool) -> None:
+    shape = TargetShape(64, 128, 4, 4, 2, 16, 512, 4096, 1e-6, 1e4, "bfloat16", tied)
+    frozen, again = (random_frozen(shape, seed=3, dtype=torch.bfloat16, device="cpu") for _ in range(2))
+    assert frozen.dummy
+    assert frozen.embedding.shape == frozen.head.shape == (512, 64)
+    assert frozen.embedding.dtype == torch.bfloat16
+    assert (frozen.head.data_ptr() == frozen.embedding.data_ptr()) == tied
+    assert torch.equal(frozen.embedding, again.embedding)
+    assert torch.equal(frozen.head, again.head)
+    assert 0.019 < frozen.head.float().std() < 0.021
+    other = random_frozen(shape, seed=4, dtype=torch.bfloat16, device="cpu")
+    assert not torch.equal(frozen.head, other.head)
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model."])

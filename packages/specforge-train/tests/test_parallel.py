@@ -24,6 +24,7 @@ from specforge_train.parallel import (
     full_state,
     local,
     make_mesh,
+    require_equal_replicas,
     set_last_micro_step,
     start_world,
 )
@@ -42,10 +43,26 @@ def check_sums(tp_size: int) -> None:
     for sharding in ("hybrid", "full", "grad_op", "no_shard"):
         mesh = make_mesh("cpu", topology.mesh_shape(sharding), timedelta(seconds=30))
         compare_with_float64(replace(world, sharding=sharding, mesh=mesh))
+        drift_is_noticed(replace(world, sharding=sharding, mesh=mesh))
     assert world.gather(world.rank) == list(range(world.size))
     with pytest.raises(ValueError, match="nothing there"):
         world.on_main(lambda: [][0] if world.rank else _refuse())
     world.close()
+
+
+def drift_is_noticed(world: World) -> None:
+    """One rank moves one element by the least that float32 knows."""
+    model = sharded_layered(world, seed=3)
+    require_equal_replicas(model, world)
+    name, bias = next(iter(model.named_parameters()))
+    if world.rank == world.size - 1 and local(bias).numel():
+        element = local(bias.detach()).view(-1)[:1]
+        element.copy_(torch.nextafter(element, torch.tensor(1.0)))
+    if world.replicas == 1:
+        require_equal_replicas(model, world)
+        return
+    with pytest.raises(RuntimeError, match=rf"the {world.replicas} replicas .* 1 parameters.*{name}"):
+        require_equal_replicas(model, world)
 
 
 def _refuse() -> None:

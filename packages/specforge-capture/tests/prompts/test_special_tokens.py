@@ -46,6 +46,18 @@ def test_without_pad_the_first_end_of_sequence_token_pads(
     assert resolve_special_tokens(bare, folder) == SpecialTokens(stop=(2, 3), pad=2)
 
 
+def test_without_tokenizer_the_configuration_names_them(tmp_path: Path) -> None:
+    assert resolve_special_tokens(None, tmp_path) == SpecialTokens(stop=(), pad=None)
+    text = {"eos_token_id": 5, "pad_token_id": 6}
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [4], "text_config": text}))
+    assert resolve_special_tokens(None, tmp_path) == SpecialTokens(stop=(4, 5), pad=6)
+    special = resolve_special_tokens(None, generation_config(tmp_path, eos_token_id=[7, 4]))
+    assert special == SpecialTokens(stop=(7, 4, 5), pad=6)
+    assert resolve_mask_token(None, 10, 9, special) == 9
+    with pytest.raises(ValueError, match=r"draft\.mask_token_id is unset"):
+        resolve_mask_token(None, 10, None, special)
+
+
 def test_an_end_of_sequence_token_inside_an_answer_stays_supervised(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:

@@ -202,6 +202,21 @@ def test_half_precision_states_have_the_contracts_type(qwen3_folder: Path, spec:
     assert batch.hidden.dtype == batch.last_hidden.dtype == torch.bfloat16
 
 
+def test_dummy_weights_need_the_configuration_alone_and_are_equal_on_all_ranks(
+    qwen3_folder: Path, spec: CaptureSpec, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text((qwen3_folder / "config.json").read_text())
+    half = spec.model_copy(update={"dtype": "bfloat16"})
+    rows, before = rows_of((6, 3)), torch.random.get_rng_state()
+    first, again, other = (HFTarget(tmp_path, half, dummy_seed=seed).capture(rows) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert first.hidden.dtype == torch.bfloat16
+    assert torch.equal(first.hidden, again.hidden)
+    assert not torch.equal(first.hidden, other.hidden)
+    with pytest.raises(ValueError, match=r"target\.path: no readable config\.json"):
+        HFTarget(tmp_path / "absent", spec, dummy_seed=1)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gpu_captures_what_a_cpu_does(dtype: str, target_folder: Path, spec: CaptureSpec) -> None:
