@@ -2,6 +2,7 @@
 
 UV_VERSION := 0.13.9
 PYTHON ?= python3
+SGLANG_PYTHON ?= python3.11
 JOBS ?= 2
 RECIPE ?= recipes/quickstart.yaml
 
@@ -15,11 +16,13 @@ unexport VIRTUAL_ENV UV_PROJECT_ENVIRONMENT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.cache/inductor TRITON_CACHE_DIR=$(CURDIR)/.cache/triton
 
+SGLANG_TESTS := packages/specforge-capture/tests/sglang tests/test_sglang_colocated.py
+
 UV_READY := .uv/.ready-$(UV_VERSION)
 VENV_READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint types format lock check-lock pants wheels clean
+.PHONY: help setup quickstart test test-sglang lint types format lock check-lock pants wheels clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -31,6 +34,10 @@ quickstart: setup ## Train a draft model for a tiny target, and measure it
 
 test: setup ## Run the whole test suite
 	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-sglang: setup ## Test the sglang target: real SGLang on the CPU, in an environment of its own
+	$(SGLANG_PYTHON) scripts/sglang_cpu/install.py
+	$(TEST_ENV) .venv/bin/python -m pytest $(SGLANG_TESTS) $(PYTEST_ARGS)
 
 lint: setup ## Check style
 	.venv/bin/ruff check

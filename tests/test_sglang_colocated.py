@@ -20,7 +20,12 @@ tracking: {{samples: true}}
 deployment: {{trainer: {{device: cpu}}}}
 """
 WORLDS = {
-    "islands": ("deployment.trainer.nproc_per_node=4", "engine.tp_size=2", "training.sharding=hybrid"),
+    "islands": (
+        "deployment.trainer.nproc_per_node=4",
+        "engine.tp_size=2",
+        "training.sharding=hybrid",
+        "training.save_every=1",
+    ),
     "alone": ("training.batch_size=4",),
     "hf": ("target.backend=hf", "training.batch_size=4"),
 }
@@ -82,6 +87,40 @@ def test_ranks_take_disjoint_slices_of_what_one_rank_takes(runs: dict[str, Path]
         taken = [tuple(sample) for rank in step for sample in rank["samples"]]
         assert len(set(taken)) == len(taken) == 8
         assert set(taken) == {tuple(sample) for sample in together["samples"]}
+
+
+def test_both_islands_hold_the_same_parameters_after_each_step(runs: dict[str, Path]) -> None:
+    """With each checkpoint replicas are compared bit for bit; one that differs would have ended the run."""
+    checkpoints = {path.name for path in (runs["islands"] / "checkpoints").glob("step-*")}
+    assert checkpoints == {"step-000002", "step-000003"}, "the newest two of one each step"
+    assert json.loads((runs["islands"] / "summary.json").read_text())["replicas"] == 2
+
+
+def test_nothing_is_left_in_shared_memory(runs: dict[str, Path]) -> None:
+    for log in (runs["islands"] / "logs").glob("*.log"):
+        assert "leaked" not in log.read_text()
+
+
+def test_the_benchmark_runs_with_dummy_weights(launcher: Path, tmp_path: Path) -> None:
+    """It needs a configuration alone: no weights and no tokenizer."""
+    script = [launcher.parent / "python", ROOT / "scripts" / "bench_colocated.py", "--shapes", "tiny"]
+    options = ["--steps", "3", "--folder", tmp_path, "--set", "deployment.trainer.device=cpu"]
+    done = subprocess.run(
+        [*script, *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    figures = json.loads((tmp_path / "benchmark.json").read_text())
+    assert (figures["steps"], figures["finite"], figures["exit_codes"]) == (3, True, [0])
+    assert figures["startup_seconds"]["target/import"] > 0
+    assert figures["windows"][0]["samples_per_s"] > 0
+    assert "| losses | finite" in done.stdout
+    rows = rows_of(tmp_path / "run" / "metrics.jsonl")
+    assert all(row["dummy_weights"] for row in rows)
 
 
 def test_islands_share_the_evaluation(runs: dict[str, Path]) -> None:

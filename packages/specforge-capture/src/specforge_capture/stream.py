@@ -8,7 +8,7 @@ Invariant: one request captures exactly one island batch (`tp_size * batch_size`
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -79,10 +79,10 @@ class LocalRolloutStream:
         tasks = next(self._tasks)
         rows = [self._prompts.row(task.row, (task.epoch, task.position)) for task in tasks]
         with self._clock:
-            batch = self._target.capture(rows)
-        _require_whole(batch, rows, self._target)
-        self._tokens += batch.tokens.shape[0]
-        self._store.put(own_rows(batch, self._own))
+            batch = self._target.capture(rows, self._own)
+        _require_whole(batch, rows[self._own], self._target)
+        self._tokens += sum(len(row.input_ids) for row in rows)
+        self._store.put(batch)
         del batch
         return self._store.take()
 
@@ -92,28 +92,6 @@ class LocalRolloutStream:
         self._tokens = 0
         self._store.reset()
         return stats
-
-
-def own_rows(batch: FeatureBatch, own: slice) -> FeatureBatch:
-    """The documents `own` of a batch, as copies, so that the packed allocation of the whole can be freed.
-
-    A batch that holds nothing else is returned as it is.
-    """
-    documents = range(len(batch.sample_ids))[own]
-    if len(documents) == len(batch.sample_ids):
-        return batch
-    offsets = batch.cu_seqlens[documents.start : documents.stop + 1]
-    rows = slice(int(offsets[0]), int(offsets[-1]))
-    return replace(
-        batch,
-        tokens=batch.tokens[rows].clone(),
-        loss_mask=batch.loss_mask[rows].clone(),
-        cu_seqlens=offsets - offsets[0],
-        hidden=batch.hidden[rows].detach().clone(),
-        last_hidden=None if batch.last_hidden is None else batch.last_hidden[rows].detach().clone(),
-        sample_ids=batch.sample_ids[own],
-        positions=batch.positions[own],
-    )
 
 
 def _require_whole(batch: FeatureBatch, rows: list[PromptRow], target: Target) -> None:

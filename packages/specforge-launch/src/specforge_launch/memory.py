@@ -7,6 +7,7 @@ the computation's type is gathered, whole with `grad_op` and two layers at a tim
 Notation: T tokens of a micro-step on a rank, M drafted slots, H hidden, V vocabulary, K captured layers.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,10 +92,15 @@ def draft_parameters(draft: BlockDraft, target: TargetShape) -> int:
 
 
 def target_bytes(config: RunConfig, target: TargetShape) -> int:
-    """Bytes of the whole target: its weight files scaled to `target.dtype`; without files, its shape."""
+    """Bytes of the whole target: its weight files, or what their index adds up to, scaled to `target.dtype`;
+    without either, a dense decoder of its shape."""
     width = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
-    stored = sum(path.stat().st_size for path in Path(config.target.path).glob("*.safetensors"))
-    if stored and config.engine.load_format == "auto":
+    folder = Path(config.target.path)
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if not stored and index.is_file():
+        stored = json.loads(index.read_text()).get("metadata", {}).get("total_size", 0)
+    if stored and not config.dummy_weights:
         return stored * width // BYTES[target.dtype]
     return target.parameters() * width
 

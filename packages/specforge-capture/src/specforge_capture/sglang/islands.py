@@ -63,6 +63,8 @@ def virtual_world(topology: Topology) -> Generator[None]:
     build, world_size = GroupCoordinator.__init__, dist.get_world_size
 
     def build_for_all(self: Any, group_ranks: list[list[int]], *args: Any, **options: Any) -> None:
+        # Its broadcaster of requests holds shared memory that nothing frees; nothing here sends requests.
+        options["use_message_queue_broadcaster"] = False
         build(self, over_islands(group_ranks, topology), *args, **options)
 
     def island_size(group: dist.ProcessGroup | None = None) -> int:

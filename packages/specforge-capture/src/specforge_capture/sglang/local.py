@@ -1,7 +1,7 @@
 """The `sglang` target: the engine of an island, in the trainer's own process.
 
-All ranks of an island capture the island's rows together, by tensor parallelism, and each gets all states;
-the stream keeps a rank's own rows. Decoding, for evaluation, runs in the same engine.
+All ranks of an island capture the island's rows together, by tensor parallelism. Each sees all states and
+keeps those of its own rows. Decoding, for evaluation, runs in the same engine.
 
 Decoding keeps no keys and values between steps: a step is one prefill of the whole sequence, with logits for
 its new tokens. That is right for every attention (a recurrent state cannot be cropped), and up to some
@@ -23,7 +23,7 @@ from specforge_capture.sglang.engine_args import resolve_engine_arguments
 from specforge_capture.sglang.islands import Place
 from specforge_capture.sglang.versions import load_adapter
 from specforge_capture.startup import Startup
-from specforge_capture.targets.base import Extension, PromptRow, feature_batch
+from specforge_capture.targets.base import ALL, Extension, PromptRow, feature_batch, token_range
 from specforge_config.features import CaptureSpec, FeatureBatch
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape
@@ -74,8 +74,9 @@ class SGLangTarget:
         self._leading = False
 
     @torch.no_grad()
-    def capture(self, rows: Sequence[PromptRow]) -> FeatureBatch:
-        """Capture the states of an island's rows, packed in their order. A collective of the island.
+    def capture(self, rows: Sequence[PromptRow], own: slice = ALL) -> FeatureBatch:
+        """Capture the states of an island's rows, packed in their order, and keep those of `rows[own]`. A
+        collective of the island.
 
         `no_grad` rather than inference mode: the trainer's autograd saves these states.
 
@@ -86,8 +87,8 @@ class SGLangTarget:
         names = tuple(row.sample_id for row in rows)
         self._require_room([len(row.input_ids) for row in rows], f"the rows {', '.join(names)}")
         self._engine.prefill([row.input_ids.tolist() for row in rows])
-        hidden, final = self._states.take(names)
-        return feature_batch(rows, hidden, final, self.spec)
+        hidden, final = self._states.take(names, token_range(rows, own))
+        return feature_batch(rows[own], hidden, final, self.spec)
 
     @contextmanager
     def decoding(self) -> Generator[bool]:

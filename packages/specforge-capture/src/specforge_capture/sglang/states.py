@@ -85,10 +85,13 @@ class StateReader:
                 _final_norm(model, num_layers).register_forward_pre_hook(self._keep_last)
         self._switched = switched
 
-    def take(self, sample_ids: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """States of the prefill that just ran: [T, K * H] and, after the final norm, [T, H]. Keeps nothing.
+    def take(self, sample_ids: Sequence[str], kept: slice) -> tuple[Tensor, Tensor]:
+        """States of the prefill that just ran: [n, K * H] and, after the final norm, [n, H]. Keeps nothing.
 
-        `sample_ids` name its rows in errors.
+        Args:
+            sample_ids: names of its rows, for errors.
+            kept: which n of its T tokens are wanted. The model's columns are views of them until they are
+                joined, so that what others want is never copied.
 
         Raises:
             ValueError: if the model yielded other columns than it was asked for.
@@ -109,16 +112,19 @@ class StateReader:
                 f"partial capture of {', '.join(sample_ids)}: asked for layers {list(self._layer_ids)} of "
                 f"shape {tuple(shape)}, the model yielded {found}"
             )
-        return torch.cat([columns[layer] for layer in self._layer_ids], dim=-1), handed.final
+        final = handed.final[kept]
+        if len(final) < len(handed.final):
+            final = final.clone()
+        return torch.cat([columns[layer][kept] for layer in self._layer_ids], dim=-1), final
 
     def take_with_logits(self, count: int) -> tuple[Tensor, Tensor]:
         """States [n, K * H] and logits [n, V] of the last `count` tokens of the prefill that just ran."""
         handed = self._keeper.handed
         assert handed is not None
-        hidden, final = self.take(("an evaluated sequence",))
+        hidden, final = self.take(("an evaluated sequence",), slice(-count, None))
         metadata = LogitsMetadata.from_forward_batch(handed.batch)
-        logits = self._keeper.processor._get_logits(final[-count:], handed.head, metadata)
-        return hidden[-count:], logits
+        logits = self._keeper.processor._get_logits(final, handed.head, metadata)
+        return hidden, logits
 
     def _keep_last(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
         hidden, *rest = inputs

@@ -29,13 +29,18 @@ class PromptRow:
     """(epoch, position in the epoch's permutation): the task id."""
 
 
+ALL = slice(None)
+"""Every row."""
+
+
 class Target(Protocol):
     """A frozen target that captures the states of `spec`."""
 
     spec: CaptureSpec
 
-    def capture(self, rows: Sequence[PromptRow]) -> FeatureBatch:
-        """Run the target over `rows`, packed without padding; the states come in the order of `rows`."""
+    def capture(self, rows: Sequence[PromptRow], own: slice = ALL) -> FeatureBatch:
+        """Run the target over `rows`, packed without padding, and keep what belongs to `rows[own]`, in their
+        order. The rest is not copied, and nothing of it is kept alive."""
         ...
 
     def close(self) -> None:
@@ -74,6 +79,13 @@ class DecodingTarget(Protocol):
     def crop(self, cache: Any, length: int) -> None:
         """Forget all but the first `length` tokens of the sequence in `cache`."""
         ...
+
+
+def token_range(rows: Sequence[PromptRow], own: slice) -> slice:
+    """Where the tokens of `rows[own]`, neighbours in `rows`, lie among the packed tokens of `rows`."""
+    start, stop, _ = own.indices(len(rows))
+    before, within = (sum(len(row.input_ids) for row in part) for part in (rows[:start], rows[start:stop]))
+    return slice(before, before + within)
 
 
 def feature_batch(

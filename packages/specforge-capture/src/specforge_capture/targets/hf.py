@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from specforge_capture.targets.attention import IMPLEMENTATION, Documents
-from specforge_capture.targets.base import Extension, PromptRow, feature_batch
+from specforge_capture.targets.base import ALL, Extension, PromptRow, feature_batch, token_range
 from specforge_config.features import CaptureSpec, FeatureBatch
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -65,8 +65,8 @@ class HFTarget:
         self._check_head()
 
     @torch.no_grad()
-    def capture(self, rows: Sequence[PromptRow]) -> FeatureBatch:
-        """Capture the states of `rows`, packed in their order.
+    def capture(self, rows: Sequence[PromptRow], own: slice = ALL) -> FeatureBatch:
+        """Capture the states of `rows`, packed in their order, and keep those of `rows[own]`.
 
         `no_grad` rather than inference mode: the trainer's autograd saves these states.
 
@@ -87,7 +87,10 @@ class HFTarget:
             max(lengths),
         )
         hidden, last = self._forward(tokens, positions, documents=documents)
-        return feature_batch(rows, hidden, last, self.spec)
+        if len(rows[own]) < len(rows):
+            kept = token_range(rows, own)
+            hidden, last = hidden[kept].clone(), last[kept].clone()
+        return feature_batch(rows[own], hidden, last, self.spec)
 
     @contextmanager
     def decoding(self) -> Generator[bool]:
