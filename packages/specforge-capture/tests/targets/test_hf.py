@@ -1,4 +1,5 @@
 import json
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,6 +201,21 @@ def test_half_precision_states_have_the_contracts_type(qwen3_folder: Path, spec:
     batch = target.capture(rows_of((6, 3)))
     assert batch.last_hidden is not None
     assert batch.hidden.dtype == batch.last_hidden.dtype == torch.bfloat16
+
+
+def test_lack_of_memory_names_the_settings_to_lower(qwen3_folder: Path, spec: CaptureSpec) -> None:
+    target = HFTarget(qwen3_folder, spec)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    rows = rows_of((1_000_000,))  # states of 384 MB
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match="can't allocate memory") as error:
+            target.capture(rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    (note,) = error.value.__notes__
+    assert note.startswith("out of memory while capturing 1000000 tokens: lower training.batch_size")
 
 
 def test_dummy_weights_need_the_configuration_alone_and_are_equal_on_all_ranks(

@@ -140,13 +140,15 @@ def _origin(folder: Path, rank: int, size: int) -> str:
 
 
 def _explain(error: BaseException) -> None:
-    """Name the settings that lower memory, where memory is what ran out."""
+    """Name the settings that lower memory, where memory is what ran out and the error does not say so yet."""
     text = str(error)
+    if getattr(error, "__notes__", None):
+        return
     if isinstance(error, torch.OutOfMemoryError):
         error.add_note(
-            "out of device memory: lower training.batch_size, data.max_length or draft.num_anchors, set "
-            "training.sharding to full, or, with the target in the trainer's process, lower "
-            "engine.mem_fraction_static or engine.max_total_tokens"
+            "out of device memory while the draft trained: lower training.batch_size, data.max_length or "
+            "draft.num_anchors; shard more (training.sharding full, or hybrid in wider islands); or lower "
+            "engine.max_total_tokens or engine.mem_fraction_static of a target in the trainer's process"
         )
     elif isinstance(error, MemoryError) or "can't allocate memory" in text:
         error.add_note(

@@ -19,9 +19,20 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from specforge_capture.memory import naming_budgets
 from specforge_capture.sglang.islands import Place, virtual_world
 from specforge_capture.sglang.versions import Adapter
 from specforge_capture.startup import Startup
+
+_START_BUDGETS = (
+    "raise engine.tp_size, so that more ranks share the weights; lower engine.max_total_tokens, "
+    "training.batch_size or data.max_length, which size the token pool; or raise engine.mem_fraction_static, "
+    "if it is what SGLang ran into"
+)
+_CAPTURE_BUDGETS = (
+    "lower training.batch_size or data.max_length, of which an island captures tp_size * batch_size rows at "
+    "once; or engine.max_total_tokens or engine.mem_fraction_static, if its pool is larger than that needs"
+)
 
 
 class Engine:
@@ -42,7 +53,7 @@ class Engine:
         self._adapter = adapter
         with startup.part("arguments"):
             server_args = ServerArgs(**keywords)
-        with virtual_world(place.topology):
+        with virtual_world(place.topology), naming_budgets("starting the engine", _START_BUDGETS):
             with startup.part("process groups and weights"):
                 self.runner = adapter.make_runner(server_args, place)
             with startup.part("token pool"):
@@ -92,14 +103,8 @@ class Engine:
         if batch.input_ids is None:  # a scheduler would upload them on its forward stream
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device, non_blocking=True)
             batch.prefill_input_ids_cpu = None
-        try:
+        with naming_budgets(f"capturing {sum(map(len, prompts))} tokens", _CAPTURE_BUDGETS):
             runner.forward(self._adapter.make_forward_batch(batch, runner))
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                f"capturing {sum(map(len, prompts))} tokens: lower training.batch_size, data.max_length or "
-                "engine.mem_fraction_static"
-            )
-            raise
         runner.req_to_token_pool.clear()
         runner.token_to_kv_pool_allocator.clear()
 

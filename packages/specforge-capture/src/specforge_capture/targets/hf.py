@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from specforge_capture.memory import naming_budgets
 from specforge_capture.targets.attention import IMPLEMENTATION, Documents
 from specforge_capture.targets.base import ALL, Extension, PromptRow, feature_batch, token_range
 from specforge_config.features import CaptureSpec, FeatureBatch
 
+_CAPTURE_BUDGETS = "lower training.batch_size or data.max_length"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -86,7 +88,8 @@ class HFTarget:
             torch.from_numpy(offsets.astype(np.int32)).to(self.device),
             max(lengths),
         )
-        hidden, last = self._forward(tokens, positions, documents=documents)
+        with naming_budgets(f"capturing {len(tokens)} tokens", _CAPTURE_BUDGETS):
+            hidden, last = self._forward(tokens, positions, documents=documents)
         if len(rows[own]) < len(rows):
             kept = token_range(rows, own)
             hidden, last = hidden[kept].clone(), last[kept].clone()

@@ -1,4 +1,4 @@
-"""The Kimi K3 recipe's draft over the ranks of one of its four islands, one after the other, on the meta device."""
+"""The Kimi K3 recipe's draft over the ranks of one of its four islands, in turn, on the meta device."""
 
 from datetime import timedelta
 from pathlib import Path
