@@ -19,6 +19,8 @@ TEXT = {
     "num_hidden_layers": 93,
     "num_attention_heads": 64,
     "vocab_size": 163840,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-5,
     "dtype": "bfloat16",
@@ -53,6 +55,9 @@ def test_the_plan_of_32_ranks(overrides: list[str]) -> None:
     assert plan.engine_args["max_total_tokens"] == 8 * 8320
     parts = plan.memory.parts
     assert parts["target weights"] == WEIGHT_BYTES // 8
+    assert parts["engine's token pool"] == 8 * 8320 * 93 * 576 * 2
+    captured = parts["an island's states, while it captures"]
+    assert captured == 8 * parts["features of one staged batch"] == 8 * 8192 * 6 * 7168 * 2
     config = load_run(RECIPE, overrides)
     assert config.draft.method == "dspark"
     parameters = draft_parameters(config.draft, read_target_shape(config.target.path))

@@ -50,6 +50,8 @@ class TargetShape:
     rope_theta: float
     dtype: str
     tied_head: bool
+    latent_kv: int | None = None
+    """Channels of the latent that a token keeps in place of keys and values, in latent attention (MLA)."""
 
     def parameters(self) -> int:
         """Number of parameters of a dense decoder of this shape; mixture-of-experts targets have more."""
@@ -97,6 +99,7 @@ def read_target_shape(folder: str | Path) -> TargetShape:
         rope_theta=config.get("rope_theta") or rope.get("rope_theta", 10000.0),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         tied_head=bool(config.get("tie_word_embeddings", False)),
+        latent_kv=config["kv_lora_rank"] + config["qk_rope_head_dim"] if config.get("kv_lora_rank") else None,
     )
 
 

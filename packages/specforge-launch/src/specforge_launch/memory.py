@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from specforge_capture.sglang.engine_args import resolve_engine_arguments
 from specforge_config.draft import BlockDraft, DSparkConfig, default_layer_ids
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape
@@ -105,6 +106,17 @@ def target_bytes(config: RunConfig, target: TargetShape) -> int:
     return target.parameters() * width
 
 
+def _pool_bytes(config: RunConfig, target: TargetShape, *, on_gpu: bool) -> int:
+    """Keys and values of the engine's pool: heads are spread over an island, a latent lies on each rank."""
+    if config.target.backend != "sglang":
+        return 0
+    values = resolve_engine_arguments(config, target, "cuda" if on_gpu else "cpu").values
+    heads = -(-target.num_kv_heads // config.topology.tp_size)
+    channels = target.latent_kv or 2 * heads * target.head_dim
+    width = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
+    return int(values["max_total_tokens"]) * target.num_layers * channels * width
+
+
 def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: int | None) -> MemoryPlan:
     """The peak of one rank.
 
@@ -128,6 +140,7 @@ def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: i
         gathered = parameters
     samples = config.batches.batch_size
     tokens, slots = samples * config.data.max_length, samples * draft.num_anchors * draft.block_size
+    island, states = config.topology.tp_size, (sizes.captured + 1) * sizes.hidden * state
     width = sizes.head_dim * (sizes.heads + 2 * sizes.kv_heads)
     context = sizes.hidden + sizes.layers * 2 * sizes.kv_heads * sizes.head_dim
     block = sizes.layers * (6 * sizes.hidden + 2 * width + 4 * sizes.intermediate)
@@ -139,8 +152,13 @@ def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: i
         "draft gradients": 4 * parameters // shards,
         "optimizer states": 8 * parameters // shards,
         "gathered draft weights": gathered * compute,
-        "features of one staged batch": tokens * (sizes.captured + 1) * sizes.hidden * state,
-        "target activations": tokens * (6 * target.hidden_size + 3 * target.intermediate_size) * state,
+        "features of one staged batch": tokens * states,
+        "engine's token pool": _pool_bytes(config, target, on_gpu=on_gpu),
+        "an island's states, while it captures": island * tokens * states if island > 1 else 0,
+        "target activations": island
+        * tokens
+        * (6 * target.hidden_size + 3 * target.intermediate_size // island)
+        * state,
         "draft activations": (tokens * context + slots * block) * compute,
         "draft and teacher logits": slots * sizes.vocabulary * 4 * (1 if on_gpu else 3),
     }
