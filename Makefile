@@ -37,7 +37,7 @@ test: setup ## Run the whole test suite
 
 test-sglang: setup ## Test the sglang target: real SGLang on the CPU, in an environment of its own
 	$(SGLANG_PYTHON) scripts/sglang_cpu/install.py
-	$(TEST_ENV) .venv/bin/python -m pytest $(SGLANG_TESTS) $(PYTEST_ARGS)
+	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS) --dist loadscope $(SGLANG_TESTS) $(PYTEST_ARGS)
 
 lint: setup ## Check style
 	.venv/bin/ruff check
