@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from specforge_config.run import RunConfig
 from specforge_launch import colocated
-from specforge_launch.drafts import export_checkpoint, find_draft, measure_draft
+from specforge_launch.drafts import export_checkpoint
+from specforge_launch.evaluation import Source, measure_draft
 from specforge_launch.plan import make_plan
 from specforge_launch.report import write_report
 from specforge_launch.run_folder import RunFolder
@@ -77,8 +78,7 @@ def test_every_output_says_so(settings: dict[str, Any]) -> None:
     assert DUMMY_WEIGHTS in write_report(folder.path).read_text()
     (table, *_) = plan_tables(make_plan(config))
     assert DUMMY_WEIGHTS in list(table.columns[1].cells)
-    draft = find_draft(str(folder.path), [], checkpoint=None, target=None, prompts=[])
-    assert measure_draft(draft)["dummy_weights"]
+    assert measure_draft(Source(str(folder.path)))["dummy_weights"]
 
 
 def test_no_draft_of_it_reaches_a_server(settings: dict[str, Any]) -> None:
