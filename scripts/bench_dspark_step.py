@@ -119,7 +119,7 @@ def draft_shape(shapes: StepShapes) -> DraftShape[DSparkConfig]:
 def print_profile(shapes: StepShapes, size: int, device: torch.device) -> None:
     """The device time of a step's kernels."""
     ours = Ours(shapes, device)
-    sample = draw_sample(shapes, size, device)
+    sample = draw_sample(shapes, [size], device)
     for _ in range(3):
         time_step(ours, sample, device)
     with torch.profiler.profile() as profile:

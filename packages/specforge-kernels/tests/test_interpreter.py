@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("anchored_attention/test_api.py", "dspark_objective/test_triton.py")
+FILES = ("anchored_attention/test_api.py", "dspark_objective/test_triton.py", "draft_layer/test_api.py")
 
 
 @pytest.mark.slow
@@ -39,4 +39,4 @@ def test_triton_kernels_run_in_the_interpreter() -> None:
     summary = done.stdout.strip().splitlines()[-1]
     passed = re.search(r"(\d+) passed", summary)
     assert passed, summary
-    assert int(passed[1]) >= 15, summary
+    assert int(passed[1]) >= 28, summary

@@ -53,12 +53,13 @@ def print_status(device: "torch.device") -> None:
     import torch
 
     from .inductor import keep_aten_gemms
-    from .policy import choose_attention, choose_objective
+    from .policy import choose_attention, choose_layer, choose_objective
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"device: {name}; torch {torch.__version__}")
     for operation, choice in (
         ("anchored_attention", choose_attention(device)),
+        ("draft_layer", choose_layer(device)),
         ("dspark_objective", choose_objective(device)),
     ):
         print(f"{operation}: {choice.name} - {choice.reason}")

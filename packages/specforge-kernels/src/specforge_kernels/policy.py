@@ -9,8 +9,11 @@ from importlib.util import find_spec
 import torch
 
 ATTENTION_BACKENDS = ("triton", "flex", "flex-flash", "sdpa", "reference")
+LAYER_BACKENDS = ("triton", "reference")
 TILE_ROWS = 128
 """Rows of our attention kernel's tile: (slot, query head) pairs of whole blocks."""
+LARGEST_HIDDEN = 16384
+"""Columns that a program of the fused norm holds at once."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,19 @@ def attention_unsupported_reason(
         return f"it takes head dimensions 16, 32, 64 and 128, found {head_dim}"
     if block * group > TILE_ROWS:
         return f"a block of {block} slots × {group} grouped heads exceeds its tile of {TILE_ROWS} rows"
+    return triton_unsupported_reason(device)
+
+
+def layer_unsupported_reason(
+    device: torch.device, dtype: torch.dtype, hidden: int, head_dim: int
+) -> str | None:
+    """Why the fused layer cannot run here, or None."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it computes in float32, found {dtype}"
+    if head_dim not in (16, 32, 64, 128, 256):
+        return f"it takes head dimensions 16, 32, 64, 128 and 256, found {head_dim}"
+    if hidden > LARGEST_HIDDEN:
+        return f"a row of {hidden} does not fit a program, which takes {LARGEST_HIDDEN}"
     return triton_unsupported_reason(device)
 
 
@@ -105,3 +121,16 @@ def choose_objective(device: torch.device, dtype: torch.dtype = torch.bfloat16) 
             "triton", "fused kernels: one pass over the head forward, one backward, both in forward"
         )
     return Choice("reference", f"plain torch in chunks of slots ({reason})")
+
+
+@cache
+def choose_layer(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, hidden: int = 4096, head_dim: int = 128
+) -> Choice:
+    """The implementation of `draft_layer`."""
+    reason = layer_unsupported_reason(device, dtype, hidden, head_dim)
+    if reason is None:
+        return Choice(
+            "triton", "fused norms, rotary and SwiGLU around plain products, compiled once for all lengths"
+        )
+    return Choice("reference", f"plain torch ({reason})")

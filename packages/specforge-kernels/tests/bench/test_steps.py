@@ -50,7 +50,7 @@ def test_lengths_are_those_of_the_published_run() -> None:
 
 
 def test_sample_has_the_shapes_of_a_capture() -> None:
-    sample = draw_sample(SHAPES, 20, CPU)
+    sample = draw_sample(SHAPES, [20], CPU)
     assert sample.hidden.shape == (20, 16)
     assert sample.last_hidden.shape == (20, 8)
     assert sample.tokens.max() < SHAPES.mask_token

@@ -21,6 +21,7 @@ import torch
 
 from specforge_config.features import FeatureBatch
 from specforge_config.run import RunConfig
+from specforge_kernels.inductor import keep_compiled
 from specforge_train.abort import abort_on_error
 from specforge_train.checkpoint import Checkpoints
 from specforge_train.decode import DecodeCounts
@@ -269,6 +270,7 @@ class Trainer:
 
     def _build(self) -> DraftModel:
         """The sharded draft with the weights of a fresh start; no rank ever holds all of them at once."""
+        keep_compiled()
         with torch.device("meta"):
             model = self.method.build(self.shape)
         shard(model, self.world, self.dtype).to_empty(device=self.world.device)

@@ -5,7 +5,8 @@ import torch
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from specforge_train.methods.rotary import check_scaling, rotary_at, rotate
+from specforge_kernels.draft_layer.api import rotate
+from specforge_train.methods.rotary import check_scaling, turns
 
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
 
@@ -22,12 +23,12 @@ def test_equals_transformers(scaling: dict[str, Any] | None) -> None:
     theirs = Qwen3RotaryEmbedding(config)(x, positions[None])
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], *theirs)
     # Angles reach 6e4 in float32, whose rounding is then 4e-3; the two compute them in the same order.
-    torch.testing.assert_close(rotate(x, rotary_at(positions, 16, 1e4, scaling)), expected[0].transpose(0, 1))
+    torch.testing.assert_close(rotate(x, turns(16, 1e4, scaling).at(positions)), expected[0].transpose(0, 1))
 
 
 def test_rotates_in_float32_and_keeps_the_type() -> None:
     x = torch.randn(3, 2, 8)
-    rotary = rotary_at(torch.tensor([5, 6, 7]), 8, 1e4, None)
+    rotary = turns(8, 1e4, None).at(torch.tensor([5, 6, 7]))
     exact = rotate(x.bfloat16().float(), rotary)
     assert torch.equal(rotate(x.bfloat16(), rotary), exact.bfloat16())
 
@@ -51,5 +52,5 @@ def test_refuses_what_is_not_known(scaling: dict[str, float | str], message: str
 def test_default_scaling_is_plain_rotation() -> None:
     check_scaling({"rope_type": "default"})
     positions = torch.arange(4)
-    plain, default = (rotary_at(positions, 8, 1e4, x) for x in (None, {"rope_type": "default"}))
+    plain, default = (turns(8, 1e4, x).at(positions) for x in (None, {"rope_type": "default"}))
     assert torch.equal(plain.cos, default.cos)

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Protocol
 
@@ -45,10 +45,12 @@ class StepShapes:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence, its tokens and mask on the host and on the device."""
+    """One sequence, or several packed into a row; tokens and mask on the host and on the device."""
 
     tokens: Tensor
     """[S] int64, host."""
+    offsets: Tensor
+    """[B + 1] int64, host: where each sequence starts, and S."""
     loss_mask: Tensor
     """[S] bool, host."""
     device_tokens: Tensor
@@ -113,13 +115,15 @@ def draw_lengths(count: int = 24, seed: int = 7) -> list[int]:
     return [min(3911, max(43, int(math.exp(generator.gauss(6.5, 0.8))))) for _ in range(count)]
 
 
-def draw_sample(shapes: StepShapes, size: int, device: torch.device) -> Sample:
-    """Random tokens and features of `size` positions."""
+def draw_sample(shapes: StepShapes, lengths: Sequence[int], device: torch.device) -> Sample:
+    """Random tokens and features of sequences of these lengths, packed."""
+    size = sum(lengths)
     tokens = torch.randint(0, shapes.mask_token, (size,))
-    mask = torch.arange(size) >= max(1, int(UNSUPERVISED * size))
+    mask = torch.cat([torch.arange(n) >= max(1, int(UNSUPERVISED * n)) for n in lengths])
     width = len(shapes.captured) * shapes.hidden
     return Sample(
         tokens,
+        torch.tensor([0, *accumulate(lengths)]),
         mask,
         tokens[None].to(device),
         mask[None].long().to(device),
@@ -187,7 +191,7 @@ def _measure(
     device: torch.device,
 ) -> Report:
     def step(size: int) -> StepTime:
-        return time_step(contender, draw_sample(shapes, size, device), device)
+        return time_step(contender, draw_sample(shapes, [size], device), device)
 
     start = time.perf_counter()
     for size in lengths:

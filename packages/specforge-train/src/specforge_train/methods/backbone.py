@@ -18,8 +18,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specforge_kernels.anchored_attention.api import AnchoredLayout, anchored_attention
+from specforge_kernels.draft_layer.api import (
+    AttentionWeights,
+    OutputWeights,
+    Rotary,
+    after_attention,
+    before_attention,
+    keys_values,
+    queries,
+    rms_norm,
+)
 from specforge_train.methods.base import DraftModel, DraftShape
-from specforge_train.methods.rotary import Rotary, rotary_at, rotate
+from specforge_train.methods.rotary import Turns, turns
 
 
 @dataclass(frozen=True)
@@ -32,11 +42,10 @@ class Geometry:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of block slots."""
+    """Parameters of grouped-query attention."""
 
     def __init__(self, shape: DraftShape[Any]) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
         width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = nn.Linear(shape.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
@@ -45,25 +54,9 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0], -1, self.head_dim)
-
-    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """[n, H] -> rotated keys and values, [n, Hkv, D] each."""
-        keys = rotate(self.k_norm(self._heads(self.k_proj(x))), rotary)
-        return keys, self._heads(self.v_proj(x))
-
-    def forward(
-        self, x: Tensor, k_context: Tensor, v_context: Tensor, rotary: Rotary, layout: AnchoredLayout
-    ) -> Tensor:
-        """[M, H] slots over [T, Hkv, D] context keys and values -> [M, H]."""
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))), rotary)
-        k, v = self.keys_values(x, rotary)
-        return self.o_proj(anchored_attention(q, k_context, v_context, k, v, layout).flatten(1))
-
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """Parameters of SwiGLU (arXiv 2002.05202)."""
 
     def __init__(self, shape: DraftShape[Any]) -> None:
         super().__init__()
@@ -71,16 +64,15 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[M, H] -> [M, H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
 
 class Layer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer: the unit of sharding, whose parameters are whole while it runs."""
 
     def __init__(self, shape: DraftShape[Any]) -> None:
         super().__init__()
+        self.eps = shape.rms_norm_eps
+        self.backend: str | None = None
+        """Implementation of all but the attention; None leaves it to the policy."""
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -88,15 +80,45 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor, geometry: Geometry) -> Tensor:
         """[M, H] slots, [T, H] context -> [M, H]."""
-        k, v = self.self_attn.keys_values(context, geometry.context)
-        return self.update(x, k, v, geometry.block, geometry.layout)
+        x, q, k, v, k_context, v_context = before_attention(
+            x, context, self._weights(), geometry.block, geometry.context, self.eps, backend=self.backend
+        )
+        return self._finish(x, anchored_attention(q, k_context, v_context, k, v, geometry.layout))
+
+    def keys_values(self, context: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Context [n, H] -> its rotated keys and values, [n, Hkv, D] each, for a drafter's cache."""
+        return keys_values(context, self._weights(), rotary, self.eps)
 
     def update(
         self, x: Tensor, k_context: Tensor, v_context: Tensor, rotary: Rotary, layout: AnchoredLayout
     ) -> Tensor:
-        """The layer with the context's keys and values at hand, as a drafter's cache has them."""
-        x = x + self.self_attn(self.input_layernorm(x), k_context, v_context, rotary, layout)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        """The layer with the context's keys and values at hand."""
+        weights = self._weights()
+        normed = rms_norm(x, weights.norm, self.eps, backend=self.backend)
+        q, (k, v) = (project(normed, weights, rotary, self.eps) for project in (queries, keys_values))
+        return self._finish(x, anchored_attention(q, k_context, v_context, k, v, layout))
+
+    def _weights(self) -> AttentionWeights:
+        attention = self.self_attn
+        return AttentionWeights(
+            self.input_layernorm.weight,
+            attention.q_proj.weight,
+            attention.k_proj.weight,
+            attention.v_proj.weight,
+            attention.q_norm.weight,
+            attention.k_norm.weight,
+        )
+
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        mlp = self.mlp
+        weights = OutputWeights(
+            self.self_attn.o_proj.weight,
+            self.post_attention_layernorm.weight,
+            mlp.gate_proj.weight,
+            mlp.up_proj.weight,
+            mlp.down_proj.weight,
+        )
+        return after_attention(x, attended, weights, self.eps, backend=self.backend)
 
 
 class BlockBackbone(DraftModel):
@@ -108,16 +130,24 @@ class BlockBackbone(DraftModel):
         self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self._turns: Turns | None = None
 
     def project(self, hidden: Tensor) -> Tensor:
         """Captured states [T, K·H] of any float type -> context [T, H] in the type of computation."""
-        return self.hidden_norm(self.fc(hidden.to(self.fc.weight.dtype)))
+        projected = self.fc(hidden.to(self.fc.weight.dtype))
+        return rms_norm(projected, self.hidden_norm.weight, self.shape.rms_norm_eps)
+
+    def finish(self, x: Tensor) -> Tensor:
+        """The final norm of the last layer's slots [M, H]."""
+        return rms_norm(x, self.norm.weight, self.shape.rms_norm_eps)
 
     def rotary(self, positions: Tensor) -> Rotary:
         """Rotary tables at positions [n] in their documents."""
-        return rotary_at(
-            positions, self.shape.head_dim, self.shape.rope_theta, self.shape.config.rope_scaling
-        )
+        if self._turns is None or self._turns.frequency.device != positions.device:
+            shape = self.shape
+            scaling = shape.config.rope_scaling
+            self._turns = turns(shape.head_dim, shape.rope_theta, scaling, positions.device)
+        return self._turns.at(positions)
 
     def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
         """Slot tokens [M] through the target's embedding [V, H], in the type of computation."""

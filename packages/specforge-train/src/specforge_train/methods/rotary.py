@@ -11,10 +11,12 @@ buffers has none that a load on the meta device could leave unfilled.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from specforge_kernels.draft_layer.api import Rotary
 
 _YARN_REQUIRED = {"factor", "original_max_position_embeddings"}
 _YARN_OPTIONAL = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
@@ -49,17 +51,23 @@ def check_scaling(scaling: Scaling) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """Tables of n positions: `cos` and `sin` [n, D/2] float32."""
+class Turns(NamedTuple):
+    """How fast each pair turns, and what its tables are multiplied by."""
 
-    cos: Tensor
-    sin: Tensor
+    frequency: Tensor
+    """[D/2] float32, radians a position."""
+    factor: float
+
+    def at(self, positions: Tensor) -> Rotary:
+        """Tables at `positions` [n] (any integer type) on the frequencies' device."""
+        angle = positions.float()[:, None] * self.frequency
+        cos, sin = angle.cos(), angle.sin()
+        return Rotary(cos, sin) if self.factor == 1.0 else Rotary(cos * self.factor, sin * self.factor)
 
 
-def rotary_at(positions: Tensor, head_dim: int, theta: float, scaling: Scaling) -> Rotary:
-    """Tables at `positions` [n] (any integer type), on their device."""
-    pair = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+def turns(head_dim: int, theta: float, scaling: Scaling, device: torch.device | str = "cpu") -> Turns:
+    """The frequencies of heads of width `head_dim`."""
+    pair = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     frequency = 1.0 / theta ** (pair / head_dim)
     factor = 1.0
     if scaling_type(scaling) == "yarn":
@@ -69,8 +77,7 @@ def rotary_at(positions: Tensor, head_dim: int, theta: float, scaling: Scaling) 
             if key in _YARN_REQUIRED | _YARN_OPTIONAL
         }
         frequency, factor = _yarn(frequency, head_dim, theta, options)
-    angle = positions.float()[:, None] * frequency
-    return Rotary(angle.cos() * factor, angle.sin() * factor)
+    return Turns(frequency, factor)
 
 
 def _yarn(frequency: Tensor, head_dim: int, theta: float, options: dict[str, float]) -> tuple[Tensor, float]:
@@ -91,10 +98,3 @@ def _yarn(frequency: Tensor, head_dim: int, theta: float, options: dict[str, flo
     else:
         factor = magnitude(1.0)
     return frequency * (1 - ramp) + frequency / scale * ramp, factor
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """`x` [n, heads, D] turned by its n positions' tables, in at least float32; returned in x's type."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = rotary.cos[:, None], rotary.sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

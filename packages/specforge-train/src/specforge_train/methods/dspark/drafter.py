@@ -87,14 +87,14 @@ class DSparkDrafter:
         x = model.embed(ids, self.frozen.embedding)
         for index, layer in enumerate(model.layers):
             assert isinstance(layer, Layer)
-            new = layer.self_attn.keys_values(context, rotary_new)
+            new = layer.keys_values(context, rotary_new)
             cached = self._cache[index]
             keys, values = (
                 torch.cat([old[:-1], add, self._blank]) for old, add in zip(cached, new, strict=True)
             )
             self._cache[index] = (keys, values)
             x = layer.update(x, keys, values, rotary, layout)
-        return model.norm(x)
+        return model.finish(x)
 
     def _chain(self, states: Tensor, anchor: int, choose: Callable[[Tensor], Tensor]) -> Proposal:
         head, confidence_head = self.model.markov_head, self.model.confidence_head

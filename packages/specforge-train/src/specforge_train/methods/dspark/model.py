@@ -47,7 +47,7 @@ class DSparkModel(BlockBackbone):
         x = self.embed(inputs.ids, embedding)
         for layer in self.layers:
             x = layer(x, context, geometry)
-        return self.norm(x)
+        return self.finish(x)
 
     def forward(
         self, inputs: DSparkInputs, hidden: Tensor, last_hidden: Tensor | None, frozen: FrozenTarget

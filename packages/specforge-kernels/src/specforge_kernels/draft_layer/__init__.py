@@ -1,0 +1,1 @@
+"""A draft's decoder layer around its attention, and the RMS norm."""
