@@ -16,7 +16,7 @@ def test_status_prints_each_choice_with_its_reason(capsys) -> None:
 
 def test_bench_times_each_part(capsys) -> None:
     sizes = ["--anchors", "4", "--block", "3", "--hidden", "128", "--vocabulary", "300"]
-    assert main(["bench", "--device", "cpu", "--lengths", "20", "3", *sizes]) == 0
+    assert main(["parts", "--device", "cpu", "--lengths", "20", "3", *sizes]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [(row[0], row[1], row[2]) for row in rows] == [
         (tokens, slots, part)

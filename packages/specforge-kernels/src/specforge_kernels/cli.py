@@ -1,8 +1,10 @@
 """The `specforge-kernels` command: `status` prints which kernels run here and why, `bench` times them."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,17 +18,33 @@ def parser() -> argparse.ArgumentParser:
     status = commands.add_parser(
         "status", help="print the kernel of each operation on this machine, with its reason"
     )
-    bench = commands.add_parser("bench", help="time each operation, forward and backward, on random data")
-    for command in (status, bench):
+    parts = commands.add_parser("parts", help="time each operation, forward and backward, on random data")
+    bench = commands.add_parser(
+        "bench",
+        help="time whole DSpark steps at Qwen3-8B's shapes on random data, ours and the peers' in one run",
+    )
+    for command in (status, parts, bench):
         command.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
-    bench.add_argument("--lengths", type=int, nargs="+", default=[256, 1024], help="tokens of a sequence")
-    bench.add_argument("--anchors", type=int, default=512, help="anchors of a sequence at most")
-    bench.add_argument("--block", type=int, default=7, help="slots of a block")
-    bench.add_argument(
+    parts.add_argument("--lengths", type=int, nargs="+", default=[256, 1024], help="tokens of a sequence")
+    parts.add_argument("--anchors", type=int, default=512, help="anchors of a sequence at most")
+    parts.add_argument("--block", type=int, default=7, help="slots of a block")
+    parts.add_argument(
         "--hidden", type=int, default=4096, help="hidden size; heads are of 128, grouped by four"
     )
-    bench.add_argument("--vocabulary", type=int, default=151936)
-    bench.add_argument("--seed", type=int, default=0)
+    parts.add_argument("--vocabulary", type=int, default=151936)
+    parts.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--against", default="", help="peers, separated by commas: specforge, speculators")
+    bench.add_argument("--wheels", type=Path, help="folder with the peers' wheels, unpacked")
+    bench.add_argument(
+        "--seeds", type=int, nargs="+", default=[7, 8], help="of the 24 lengths, a table for each"
+    )
+    bench.add_argument(
+        "--at", type=int, nargs="*", default=[256, 1024, 2048, 3911], help="lengths to time alone too"
+    )
+    bench.add_argument("--steps", help="module with our steps, where no package is installed")
+    bench.add_argument("--only", help="of our steps, those to time, separated by commas")
+    bench.add_argument("--json", type=Path, help="file for every figure")
+    bench.add_argument("--tiny", action="store_true", help="small shapes, to try it out without a GPU")
     return top
 
 
@@ -40,12 +58,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit("specforge-kernels: --device cuda, but torch sees no CUDA device")
     if arguments.command == "status":
         print_status(device)
+    elif arguments.command == "bench":
+        run_bench(arguments, device)
     else:
         from .bench.parts import PartShapes, print_parts
 
         shapes = PartShapes(arguments.anchors, arguments.block, arguments.hidden, arguments.vocabulary)
         print_parts(shapes, arguments.lengths, device, arguments.seed)
     return 0
+
+
+def run_bench(arguments: argparse.Namespace, device: "torch.device") -> None:
+    """Measure and print whole steps."""
+    from .bench.compare import TINY, as_json, compare, find_steps
+    from .bench.steps import StepShapes
+
+    try:
+        steps = find_steps(arguments.steps)
+        if arguments.only:
+            steps = {name: steps[name] for name in arguments.only.split(",")}
+        tables = compare(
+            steps,
+            [name for name in arguments.against.split(",") if name],
+            arguments.wheels,
+            seeds=arguments.seeds,
+            shapes=TINY if arguments.tiny else StepShapes(),
+            device=device,
+            at=arguments.at,
+        )
+    except (ValueError, KeyError) as error:
+        sys.exit(f"specforge-kernels: {error}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(tables, arguments.seeds), indent=2) + "\n")
 
 
 def print_status(device: "torch.device") -> None:
@@ -66,3 +110,7 @@ def print_status(device: "torch.device") -> None:
     print(
         f"compiled GEMM candidates: {keep_aten_gemms()} - ATEN kept, for lengths that every template rejects"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

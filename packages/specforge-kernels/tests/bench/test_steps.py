@@ -23,6 +23,8 @@ SHAPES = StepShapes(hidden=8, vocabulary=40, mask_token=39, captured=(0, 2))
 class Linear:
     """A trainer of one matrix that maps the captured states to the final ones."""
 
+    packs = False
+
     def __init__(self, shapes: StepShapes, device: torch.device) -> None:
         self.layer = nn.Linear(
             len(shapes.captured) * shapes.hidden, shapes.hidden, dtype=torch.bfloat16, device=device
@@ -37,6 +39,9 @@ class Linear:
     def update(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+    def close(self) -> None:
+        pass
 
 
 def test_lengths_are_those_of_the_published_run() -> None:
@@ -65,19 +70,36 @@ def test_every_contender_takes_the_same_lengths(capsys) -> None:
         built.append(Linear(shapes, device))
         return built[-1]
 
-    reports = [measure_steps(name, build, SHAPES, [5, 9], [4], CPU) for name in ("one", "two")]
+    reports = [measure_steps(name, build, SHAPES, [5, 9], [4], CPU)[0] for name in ("one", "two")]
     assert [contender.seen for contender in built] == [[5, 9] * 3 + [4] * 6] * 2
     assert reports[0].parameters == 16 * 8 + 8
     assert reports[0].samples_per_s > 0
     assert math.isclose(reports[0].samples_per_s, 1e3 / reports[0].mean.total)
     print_reports(reports)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0][-2:] == ["S=4", "GiB"]
+    assert lines[0][-5:] == ["S=4", "GiB", "4", "packed", "GiB"]
     assert [line[0] for line in lines[1:]] == ["one", "two"]
     assert float(lines[1][4]) == 1
     assert math.isclose(
         float(lines[2][4]), reports[0].samples_per_s / reports[1].samples_per_s, abs_tol=0.006
     )
+
+
+def test_packed_steps_and_further_seeds() -> None:
+    built = []
+
+    def build(shapes: StepShapes, device: torch.device) -> Linear:
+        built.append(Linear(shapes, device))
+        built[-1].packs = True
+        return built[-1]
+
+    lengths = [5, 9, 3, 4, 2, 6, 7, 8]
+    first, second = measure_steps("one", build, SHAPES, lengths, [], CPU, [11])
+    assert first.packed is not None
+    assert second.packed is not None
+    assert first.packed[0] > 0
+    assert built[0].seen[:30] == lengths * 3 + [21, 23] * 3
+    assert built[0].seen[30:38] == draw_lengths(8, 11)
 
 
 def test_a_missing_peer_says_what_is_needed(tmp_path) -> None:

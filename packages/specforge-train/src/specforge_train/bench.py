@@ -29,6 +29,8 @@ from specforge_train.parallel import shard, start_world
 class DSparkStep:
     """Weights, gradients and moments in bf16 (float32 on a CPU)."""
 
+    packs = True
+
     def __init__(self, shapes: StepShapes, device: torch.device) -> None:
         keep_compiled()
         self.device, self.shapes = device, shapes
@@ -81,6 +83,9 @@ class DSparkStep:
         """The trainer's own: the clip factor rides in the fused step."""
         update(self.optimizer, 1e-4, 1.0, self.weights, squared_norm(self.model))
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 class TrainerStep(DSparkStep):
     """float32 master weights, gradients and moments, sharded over a world of this process."""
@@ -97,6 +102,10 @@ class TrainerStep(DSparkStep):
     def close(self) -> None:
         """End the world."""
         self.world.close()
+
+
+STEPS = {"dspark": DSparkStep, "trainer": TrainerStep}
+"""As the entry points of `specforge_kernels.steps` declare them."""
 
 
 def draft_shape(shapes: StepShapes) -> DraftShape[DSparkConfig]:

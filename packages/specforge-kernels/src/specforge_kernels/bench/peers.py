@@ -52,6 +52,8 @@ class _Peer:
     AdamW.
     """
 
+    packs = False
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model.train()
         self.parameters: Sequence[Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -64,6 +66,9 @@ class _Peer:
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _load(module: str, name: str) -> Any:
@@ -164,15 +169,19 @@ def build_speculators(shapes: StepShapes, device: torch.device) -> Contender:
     )
 
     class Speculators(_Peer):
+        packs = True
+
         def forward(self, sample: Sample) -> Tensor:
-            tokens = sample.device_tokens
+            tokens, lengths = sample.device_tokens, sample.offsets.diff()
+            documents = torch.arange(len(lengths)).repeat_interleave(lengths)
+            positions = torch.arange(tokens.shape[1]) - sample.offsets[documents]
             return self.model(
                 hidden_states=sample.hidden[None],
                 input_ids=tokens,
                 loss_mask=sample.device_loss_mask,
                 verifier_last_hidden_states=sample.last_hidden[None],
-                document_ids=torch.zeros_like(tokens),
-                position_ids=torch.arange(tokens.shape[1], device=tokens.device)[None],
+                document_ids=documents[None].to(device),
+                position_ids=positions[None].to(device),
                 **options,
             )[1]
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 UNSUPERVISED = 0.3
+PACKED = 4
+"""Sequences of a packed step."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Contender(Protocol):
 
     parameters: Sequence[Tensor]
     """What it trains."""
+    packs: bool
+    """Whether a step takes several packed sequences."""
 
     def forward(self, sample: Sample) -> Tensor:
         """The loss, to be differentiated."""
@@ -75,6 +79,10 @@ class Contender(Protocol):
 
     def update(self) -> None:
         """Clip, step, and drop the gradients."""
+        ...
+
+    def close(self) -> None:
+        """Release what is not memory."""
         ...
 
 
@@ -106,7 +114,9 @@ class Report:
     at: dict[int, StepTime]
     """Length -> median of five steps."""
     peak: float
-    """GiB allocated at most."""
+    """GiB allocated at most by steps of one sequence."""
+    packed: tuple[float, float] | None
+    """Samples/s and GiB at most of steps over four packed sequences; None where the trainer cannot pack."""
 
 
 def draw_lengths(count: int = 24, seed: int = 7) -> list[int]:
@@ -167,19 +177,26 @@ def measure_steps(
     lengths: Sequence[int],
     at: Sequence[int],
     device: torch.device,
-) -> Report:
-    """First pass, two steady passes over `lengths`, and five steps at each length of `at`; frees the
-    contender.
+    more_seeds: Sequence[int] = (),
+) -> list[Report]:
+    """First pass, two steady passes over `lengths`, five steps at each length of `at`, packed steps; then
+    steady passes over the lengths of further seeds, a report each. Frees the contender.
     """
     torch.manual_seed(0)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    report = _measure(name, build(shapes, device), shapes, lengths, at, device)
+    contender = build(shapes, device)
+    reports = [_measure(name, contender, shapes, lengths, at, device)]
+    for seed in more_seeds:
+        other = draw_lengths(len(lengths), seed)
+        reports.append(_measure(name, contender, shapes, other, (), device))
+    contender.close()
+    del contender
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
-    return report
+    return reports
 
 
 def _measure(
@@ -198,15 +215,35 @@ def _measure(
         step(size)
     first_pass = time.perf_counter() - start
     steady = [step(size) for _ in range(2) for size in lengths]
+    at_lengths = {size: _combine([step(size) for _ in range(6)][1:], median) for size in at}
+    peak = _peak(device)
     return Report(
         name,
         sum(p.numel() for p in contender.parameters),
         first_pass,
         1e3 * len(steady) / sum(x.total for x in steady),
         _combine(steady, lambda values: sum(values) / len(values)),
-        {size: _combine([step(size) for _ in range(6)][1:], median) for size in at},
-        torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else math.nan,
+        at_lengths,
+        peak,
+        _packed(contender, shapes, lengths, device) if contender.packs else None,
     )
+
+
+def _packed(
+    contender: Contender, shapes: StepShapes, lengths: Sequence[int], device: torch.device
+) -> tuple[float, float]:
+    groups = [lengths[i : i + PACKED] for i in range(0, len(lengths) - PACKED + 1, PACKED)]
+    times = [
+        time_step(contender, draw_sample(shapes, group, device), device).total
+        for _ in range(3)
+        for group in groups
+    ]
+    steady = times[len(groups) :]
+    return 1e3 * PACKED * len(steady) / sum(steady), _peak(device)
+
+
+def _peak(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else math.nan
 
 
 def _combine(times: Sequence[StepTime], how: Callable[[list[float]], float]) -> StepTime:
@@ -226,6 +263,8 @@ def print_reports(reports: Sequence[Report]) -> None:
         "ms fwd/bwd/upd",
         *(f"S={s}" for s in sizes),
         "GiB",
+        f"{PACKED} packed",
+        "GiB",
     ]
     rows = [heads]
     for report in reports:
@@ -240,6 +279,8 @@ def print_reports(reports: Sequence[Report]) -> None:
                 _phases(report.mean),
                 *(_phases(report.at[size]) for size in sizes),
                 f"{report.peak:.1f}",
+                *(("-", "-") if report.packed is None else (f"{x:.2f}" for x in report.packed[:1])),
+                *(() if report.packed is None else (f"{report.packed[1]:.1f}",)),
             ]
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
