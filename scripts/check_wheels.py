@@ -24,6 +24,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from configparser import ConfigParser
 from dataclasses import dataclass
 from email.parser import Parser
 from functools import cached_property
@@ -107,8 +108,9 @@ class Wheel:
 
     @property
     def commands(self) -> list[str]:
-        text = self.files.get(f"{self.dist_info}/entry_points.txt", b"").decode()
-        return [line.partition("=")[0].strip() for line in text.splitlines() if "=" in line]
+        declared = ConfigParser(delimiters="=")
+        declared.read_string(self.files.get(f"{self.dist_info}/entry_points.txt", b"").decode())
+        return list(declared["console_scripts"]) if declared.has_section("console_scripts") else []
 
 
 def uv(*arguments: str | Path) -> str:
