@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import torch._inductor.config as inductor_config
-
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """Variable of a compile cache -> its folder in `compile_cache()`."""
 
@@ -15,6 +13,8 @@ def keep_aten_gemms() -> str:
     With variable lengths every Triton candidate of a product can be rejected for some shape; without ATen to
     fall back on, Inductor stops with NoValidChoicesError. Call before the first compilation.
     """
+    import torch._inductor.config as inductor_config  # slow to import, and most runs compile nothing
+
     candidates = [name for name in inductor_config.max_autotune_gemm_backends.split(",") if name]
     if "ATEN" not in candidates:
         inductor_config.max_autotune_gemm_backends = ",".join(["ATEN", *candidates])

@@ -279,13 +279,19 @@ def print_reports(reports: Sequence[Report]) -> None:
                 _phases(report.mean),
                 *(_phases(report.at[size]) for size in sizes),
                 f"{report.peak:.1f}",
-                *(("-", "-") if report.packed is None else (f"{x:.2f}" for x in report.packed[:1])),
-                *(() if report.packed is None else (f"{report.packed[1]:.1f}",)),
+                *_packed_cells(report),
             ]
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def _packed_cells(report: Report) -> tuple[str, str]:
+    if report.packed is None:
+        return "-", "-"
+    rate, gib = report.packed
+    return f"{rate:.2f}", f"{gib:.1f}"
 
 
 def _phases(times: StepTime) -> str:
