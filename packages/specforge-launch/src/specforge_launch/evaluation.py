@@ -93,10 +93,9 @@ class Session:
     sets: dict[str, list[EvalPrompt]]
 
     @classmethod
-    def open(cls, draft: FoundDraft) -> Session:
+    def open(cls, draft: FoundDraft, resolved: Resolved, sets: dict[str, list[EvalPrompt]]) -> Session:
         """Load target and draft on this machine's first device."""
         config, method = draft.config, get_method(draft.config.draft.method)
-        resolved = resolve(config)
         on_gpu = config.deployment.trainer.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda" if on_gpu else "cpu")
         dtype = torch.bfloat16 if on_gpu and config.training.dtype != "float32" else torch.float32
@@ -106,7 +105,7 @@ class Session:
         model = method.build(draft.shape)
         model.load_state_dict(draft.state)
         drafter = method.drafter(model.to(device, dtype).eval(), frozen)
-        return cls(resolved, target, drafter, prompt_sets(resolved))
+        return cls(resolved, target, drafter, sets)
 
     def measure(self, task: Task) -> Measured:
         """Decode a task's prompts; an open chat goes on with the target's own answers."""
@@ -169,7 +168,8 @@ def measure_draft(source: Source, workers: int = 1, progress: Progress = lambda 
     """
     draft = source.find()
     settings = draft.config.evaluation
-    sets = prompt_sets(resolve(draft.config))
+    resolved = resolve(draft.config)
+    sets = prompt_sets(resolved)
     tasks = [
         Task(file, temperature, start)
         for temperature in settings.temperatures
@@ -180,7 +180,12 @@ def measure_draft(source: Source, workers: int = 1, progress: Progress = lambda 
     block = draft.shape.config.block_size
     done, parts = 0, {}
     progress(done, total)
-    for task, measured in _carry_out(tasks, source, draft, workers):
+    if workers == 1:
+        session = Session.open(draft, resolved, sets)
+        carried_out = ((task, session.measure(task)) for task in tasks)
+    else:
+        carried_out = _side_by_side(tasks, source, workers)
+    for task, measured in carried_out:
         parts[task] = measured
         done += len(sets[task.file][task.prompts])
         progress(done, total)
@@ -194,14 +199,7 @@ def measure_draft(source: Source, workers: int = 1, progress: Progress = lambda 
     return _result(draft, results, workers)
 
 
-def _carry_out(
-    tasks: Sequence[Task], source: Source, draft: FoundDraft, workers: int
-) -> Iterator[tuple[Task, Measured]]:
-    if workers == 1:
-        session = Session.open(draft)
-        for task in tasks:
-            yield task, session.measure(task)
-        return
+def _side_by_side(tasks: Sequence[Task], source: Source, workers: int) -> Iterator[tuple[Task, Measured]]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_open_session, initargs=(source,)) as pool:
         running = {pool.submit(_measure, task): task for task in tasks}
@@ -218,7 +216,9 @@ _session: Session | None = None  # of a worker process
 def _open_session(source: Source) -> None:
     global _session
     torch.set_num_threads(1)
-    _session = Session.open(source.find())
+    draft = source.find()
+    resolved = resolve(draft.config)
+    _session = Session.open(draft, resolved, prompt_sets(resolved))
 
 
 def _measure(task: Task) -> Measured:

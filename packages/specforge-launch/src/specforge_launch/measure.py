@@ -54,14 +54,15 @@ class Evaluator:
         target: DecodingTarget,
         method: Method,
         frozen: FrozenTarget,
-        world: World | None = None,
+        world: World,
     ) -> "Evaluator":
         """Read the prompts that `evaluation` names."""
         settings = resolved.config.evaluation
         loaded = load_eval_prompts(settings.prompts, resolved.renderer, settings.max_prompts)
         topology = resolved.config.topology
-        place = (topology.island_of(world.rank)[0], topology.num_islands) if world else (0, 1)
-        return cls(resolved, target, method, frozen, [prompt.input_ids for prompt in loaded], *place)
+        island, _ = topology.island_of(world.rank)
+        prompts = [prompt.input_ids for prompt in loaded]
+        return cls(resolved, target, method, frozen, prompts, island, topology.num_islands)
 
     def share(
         self,
