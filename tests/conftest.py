@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from launched import SHORT, Launched
 
+from specforge_launch import cli
+
 CHATS = Path(__file__).parents[1] / "recipes" / "tiny-chats" / "train.jsonl"
 ROWS = 50  # twelve steps of four an epoch, and a tail of two that fills none
 
@@ -46,3 +48,17 @@ def launch(train_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGKILL)
             run.process.communicate(timeout=30)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command prints, run in this process."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["specforge-launch", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert not stop.value.code
+        return capsys.readouterr().out
+
+    return run

@@ -13,7 +13,6 @@ from launched import Ended, Launched, require_no_process
 
 from specforge_capture.prompts.cache import cache_key
 from specforge_config.loading import load_run
-from specforge_launch import cli
 from specforge_launch.resolve import resolve
 from specforge_train.weights import read_weights
 
@@ -70,20 +69,6 @@ def test_a_run_that_has_finished_is_not_done_again(launch: Launch, whole: Ended)
     assert "finished before" in again.out
     assert f"{before['tau_trained']:.2f} tokens a round" in again.out
     assert again.summary == before
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What a command prints, run in this process."""
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr("sys.argv", ["specforge-launch", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        assert not stop.value.code
-        return capsys.readouterr().out
-
-    return run
 
 
 def test_checkpoint_and_export_measure_as_the_run_did(whole: Ended, call: Callable[..., str]) -> None:

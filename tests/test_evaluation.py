@@ -8,7 +8,6 @@ import matplotlib.image
 import pytest
 
 from specforge_config.loading import load_run
-from specforge_launch import cli
 from specforge_launch.drafts import shape_of
 from specforge_launch.evaluation import Source, measure_draft
 from specforge_launch.resolve import resolve
@@ -81,20 +80,6 @@ def test_every_set_is_measured_at_every_temperature(measured: dict) -> None:
 
 def test_several_processes_measure_the_same(source: Source, measured: dict) -> None:
     assert without_times(measure_draft(source, workers=2)) == without_times(measured)
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the command in this process and returns what it printed."""
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr("sys.argv", ["specforge-launch", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        assert not stop.value.code
-        return capsys.readouterr().out
-
-    return run
 
 
 def test_the_command_writes_a_record_and_a_picture(
