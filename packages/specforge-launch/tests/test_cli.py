@@ -136,3 +136,10 @@ def test_the_schema_describes_every_key(
     assert call(monkeypatch, "schema") == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema["properties"]["seed"]["description"]
+
+
+def test_a_target_that_is_no_gguf_file_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path
+) -> None:
+    assert call(monkeypatch, "run", str(recipe), "target.gguf_file=config.json") == 2
+    assert "config.json is no GGUF file" in capsys.readouterr().err

@@ -15,12 +15,13 @@ class TargetConfig(Config):
     """The target model whose hidden states are captured."""
 
     path: InputPath
-    """Folder with `config.json`, safetensors weights and tokenizer. Pre-tokenised rows need no tokenizer,
-    `engine.load_format: dummy` no weights."""
+    """Folder with `config.json`, safetensors weights and tokenizer, or with `gguf_file`. Pre-tokenised rows
+    need no tokenizer, `engine.load_format: dummy` no weights."""
     backend: Literal["hf", "sglang"] = "hf"
     """What runs the target: `hf` (transformers, CPU and GPU) or `sglang` (in the trainer's process)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Element type of the target's weights and of the captured states; `auto` takes the checkpoint's."""
+    """Element type of the target's weights and of the captured states; `auto` takes the checkpoint's, float32
+    for a `gguf_file`."""
     revision: str | None = None
     """Name of the target's revision in the capture contract; default: a hash of its configuration and weight
     index."""
@@ -30,7 +31,9 @@ class TargetConfig(Config):
     """Checkpoint key of the vocabulary head; default: found by its usual names, the embedding for tied
     heads."""
     gguf_file: str | None = None
-    """File inside `path` to read the target from instead of safetensors."""
+    """GGUF file inside `path` to read the target from: converted once, and read from there ever after."""
+    cache_dir: str = ".cache/specforge/targets"
+    """Where the conversion of `gguf_file` is kept, relative to the working directory."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ def not_implemented(config: RunConfig) -> list[str]:
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind not in ("default", "yarn"):
             refused.append(f"draft.rope_scaling with rope_type={kind} (built: default, yarn)")
-    if config.target.gguf_file is not None:
-        refused.append(f"target.gguf_file={config.target.gguf_file} (built: safetensors)")
     if config.deployment.mode != "local_colocated":
         refused.append(f"deployment.mode={config.deployment.mode} (built: local_colocated)")
     if config.tracking.trackers:

@@ -62,6 +62,15 @@ def _load(recipe: str, overrides: list[str] | None) -> "RunConfig":
     return load_run(recipes.find(recipe), overrides or [])
 
 
+def _load_with_target(recipe: str, overrides: list[str] | None) -> "RunConfig":
+    """The run with a target that its parts can read; the first time, a GGUF file is converted."""
+    from specforge_capture.targets.gguf import with_saved_target
+
+    config = _load(recipe, overrides)
+    with err.status("reading the target's GGUF file"):
+        return with_saved_target(config)
+
+
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
@@ -88,7 +97,9 @@ def run(
     from specforge_launch.show import summary_table
     from specforge_launch.start import finished_summary, start
 
-    config = _load(recipe, [*(overrides or []), *([f"training.resume={resume}"] if resume else [])])
+    config = _load_with_target(
+        recipe, [*(overrides or []), *([f"training.resume={resume}"] if resume else [])]
+    )
     plan = make_plan(config)
     if summary := finished_summary(config):
         out.print("this run has finished before; set name or output_dir for a new one\n", highlight=False)
@@ -107,7 +118,7 @@ def plan(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = 
     from specforge_launch.plan import make_plan
     from specforge_launch.show import plan_tables
 
-    made = make_plan(_load(recipe, overrides))
+    made = make_plan(_load_with_target(recipe, overrides))
     if as_json:
         _print_json(made.to_json())
         return
@@ -138,7 +149,7 @@ def prepare(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     """
     from specforge_launch.prepare import prepare as build
 
-    build(_load(recipe, overrides), out)
+    build(_load_with_target(recipe, overrides), out)
 
 
 @app.command(rich_help_panel="Results")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specforge_capture.targets.gguf import with_saved_target
 from specforge_config.loading import load_run
 from specforge_config.run import RunConfig
 from specforge_launch import recipe as recipes
@@ -38,7 +39,7 @@ def find_run(source: str, overrides: Sequence[str]) -> RunConfig:
         ValueError: if it is neither.
     """
     resolved = RunFolder(source).resolved
-    return load_run(resolved if resolved.is_file() else recipes.find(source), overrides)
+    return with_saved_target(load_run(resolved if resolved.is_file() else recipes.find(source), overrides))
 
 
 def find_draft(
@@ -64,7 +65,7 @@ def find_draft(
     folder = Path(source)
     exported = (folder / "config.json").is_file()
     if exported:
-        config = _config_of_export(folder, overrides, target, prompts)
+        config = with_saved_target(_config_of_export(folder, overrides, target, prompts))
         shape, state = load_exported(folder)
         layers = {"target_layer_ids": shape.layer_ids, "mask_token_id": shape.mask_token_id}
         config = config.model_copy(update={"draft": shape.config.model_copy(update=layers)})

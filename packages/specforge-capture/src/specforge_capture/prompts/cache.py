@@ -3,26 +3,21 @@
 Invariants:
 - The file's name is a hash of all that decides its content: the prompt files' bytes, tokenizer and chat
   template, and each setting. Nothing stale can be opened.
-- One process builds; the others poll the file, never a collective. The builder holds an exclusive `flock`,
-  which the kernel releases when it dies, so a killed builder's place is free at once; its heartbeat bounds
-  the others' wait.
+- One process builds; the others wait for its lock, never in a collective.
 - Files appear whole: written under another name, synced, renamed. The report is renamed last and records the
   Arrow file's size, which detects a truncated one.
 """
 
-import fcntl
 import hashlib
 import json
 import os
-import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import pyarrow as pa
 
+from specforge_capture.locks import builder_lock
 from specforge_capture.prompts.chat import ChatRenderer
 from specforge_capture.prompts.samples import Progress, PromptReport, Sample, SampleReader
 from specforge_capture.targets.base import PromptRow
@@ -30,7 +25,6 @@ from specforge_config.data import DataConfig
 
 CACHE_VERSION = 1
 """Raised whenever the same inputs would give other samples than before."""
-POLL_SECONDS = 0.1
 STALL_SECONDS = 600.0
 """Without a sign of life from the builder for so long, a waiting process gives up."""
 
@@ -106,11 +100,12 @@ def open_or_build(
             cannot be written.
     """
     folder, key = Path(data.cache_dir), cache_key(data, renderer, vocab_size, mask_token_id)
+    lock = folder / f"{key}.lock"
     prompts = _open(folder, key)
     if prompts is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with _builder_lock(folder / f"{key}.lock", stall_seconds) as beat:
+            with builder_lock(lock, "the prompt cache", "data.cache_dir", stall_seconds) as beat:
                 prompts = _open(folder, key)
                 if prompts is None:
                     reader = SampleReader(data, renderer, vocab_size, mask_token_id)
@@ -164,40 +159,6 @@ def _open(folder: Path, key: str) -> PromptSet | None:
         return None
     metadata = prompts._reader.schema.metadata or {}
     return prompts if metadata.get(b"key") == key.encode() else None
-
-
-@contextmanager
-def _builder_lock(path: Path, stall_seconds: float) -> Generator[Callable[[], None]]:
-    """Hold the builder's place; yields a function that tells waiting processes that this one still works."""
-    with path.open("a+") as file:
-        _acquire(file, path, stall_seconds)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
-        yield lambda: os.utime(path)
-
-
-def _acquire(file: TextIO, path: Path, stall_seconds: float) -> None:
-    beat, seen = 0.0, time.monotonic()
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise ValueError(
-                f"data.cache_dir: the file system of {path.parent} has no file locks ({error.strerror}): "
-                "set data.cache_dir to one that has"
-            ) from error
-        if (latest := path.stat().st_mtime) != beat:
-            beat, seen = latest, time.monotonic()
-        if time.monotonic() - seen > stall_seconds:
-            raise ValueError(
-                f"{path}: {path.read_text().strip()} builds the prompt cache, but shows no progress for "
-                f"{stall_seconds:.0f} s: end it and start again"
-            )
-        time.sleep(POLL_SECONDS)
 
 
 def _build(

@@ -18,14 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import DynamicCache, PreTrainedModel
 
 from specforge_capture.memory import naming_budgets
-from specforge_capture.targets.attention import IMPLEMENTATION, Documents
+from specforge_capture.targets.attention import Documents
 from specforge_capture.targets.base import ALL, Extension, PromptRow, feature_batch, token_range
+from specforge_capture.targets.loading import load_model, random_model
 from specforge_config.features import CaptureSpec, FeatureBatch
 
 _CAPTURE_BUDGETS = "lower training.batch_size or data.max_length"
@@ -59,8 +58,8 @@ class HFTarget:
         self.stop_ids = tuple(stop_ids)
         self.device = torch.device(device)
         dtype = getattr(torch, spec.dtype)
-        model = _load(folder, dtype) if dummy_seed is None else _random(folder, dtype, dummy_seed)
-        self.model = model.to(self.device).eval().requires_grad_(False)
+        model = load_model(folder, dtype) if dummy_seed is None else random_model(folder, dtype, dummy_seed)
+        self.model = model.to(self.device)
         self._decoder = self.model.get_decoder()
         self._head = self.model.get_output_embeddings()
         self._layers = _decoder_layers(self.model, self._decoder, spec)
@@ -170,42 +169,6 @@ class HFTarget:
                 "head (a soft cap or a scale); required: a target whose logits are the head's alone, for a "
                 "draft learns from the head"
             )
-
-
-def _load(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"target.path: no config.json in {folder}; required: the folder of a saved model")
-    shows_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=IMPLEMENTATION,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"target.path: no loadable model in {folder}: {error}") from error
-    finally:
-        if shows_bars:
-            transformers_logging.enable_progress_bar()
-    model, loading = loaded
-    # transformers would fill them with random numbers.
-    if missing := sorted(loading["missing_keys"]):
-        raise ValueError(f"target.path: the weights in {folder} lack {missing[:5]} ({len(missing)} in all)")
-    return model
-
-
-def _random(folder: str | Path, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """A model of random weights, of which only `config.json` is read."""
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"target.path: no readable config.json in {folder}: {error}") from error
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
 
 
 def _decoder_layers(model: PreTrainedModel, decoder: nn.Module, spec: CaptureSpec) -> nn.ModuleList:

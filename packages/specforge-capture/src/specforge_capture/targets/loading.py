@@ -1,0 +1,71 @@
+"""Loading a saved transformers model to be run here: with our attention, frozen, with every weight."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from specforge_capture.targets.attention import IMPLEMENTATION
+
+
+@contextmanager
+def without_progress_bars() -> Generator[None]:
+    """transformers draws no bars meanwhile: a run has progress of its own."""
+    shows_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows_bars:
+            transformers_logging.enable_progress_bar()
+
+
+def load_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A frozen model on the host whose attention is `specforge_capture.targets.attention`.
+
+    Args:
+        folder: of a saved model.
+        dtype: element type of its weights.
+
+    Raises:
+        ValueError: if the folder holds no loadable model, or lacks weights.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"target.path: no config.json in {folder}; required: the folder of a saved model")
+    try:
+        with without_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"target.path: no loadable model in {folder}: {error}") from error
+    model, loading = loaded
+    # transformers would fill them with random numbers.
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(f"target.path: the weights in {folder} lack {missing[:5]} ({len(missing)} in all)")
+    return model.eval().requires_grad_(False)
+
+
+def random_model(folder: str | Path, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """The same with random weights, the same for the same seed; only `config.json` is read.
+
+    Raises:
+        ValueError: if it cannot be.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"target.path: no readable config.json in {folder}: {error}") from error
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    return model.eval().requires_grad_(False)
