@@ -12,6 +12,7 @@ from specforge_config.draft import DraftConfig, DSparkConfig
 from specforge_config.engine import EngineConfig
 from specforge_config.evaluation import EvaluationConfig
 from specforge_config.optim import OptimizerConfig, ScheduleConfig
+from specforge_config.regeneration import RegenerationConfig
 from specforge_config.target import TargetConfig
 from specforge_config.topology import BatchPlan, Topology, resolve_batches
 from specforge_config.tracking import TrackingConfig
@@ -33,6 +34,8 @@ class RunConfig(Config):
     """The draft to train."""
     data: DataConfig
     """The prompts to train on."""
+    regeneration: RegenerationConfig = RegenerationConfig()
+    """Answers of the target to prompts, made before the run."""
     engine: EngineConfig = EngineConfig()
     """The target's engine."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -85,8 +88,10 @@ class RunConfig(Config):
         yield from self._length_faults()
         yield from self._schedule_faults()
         held_out = {Path(path).resolve() for path in self.evaluation.prompts}
-        for path in (path for path in self.data.train if Path(path).resolve() in held_out):
-            yield f"evaluation.prompts holds {path}, as does data.train; required: held-out prompts"
+        trained = {"data.train": self.data.train, "regeneration.prompts": self.regeneration.prompts}
+        for name, paths in trained.items():
+            for path in (path for path in paths if Path(path).resolve() in held_out):
+                yield f"evaluation.prompts holds {path}, as does {name}; required: held-out prompts"
 
     def _engine_faults(self) -> Iterator[str]:
         """The `hf` backend takes no engine settings but `load_format`, least of all a tensor parallelism

@@ -5,9 +5,10 @@ document only, causally, within the layer's sliding window if it has one. No mas
 SDPA runs once a document, or, for short documents on CUDA with 16-bit states, torch's variable-length
 attention runs all at once.
 
-Without offsets (decoding with a cache) the queries are the last of the keys.
+Without offsets (decoding with a cache) the queries are the last of the keys. With slots, many sequences
+decode one token each, over keys of their own length.
 
-Notation: n queries, m keys, Hq and Hkv heads, D head width.
+Notation: n queries, m keys, Hq and Hkv heads, D head width, B sequences that decode at once.
 """
 
 import inspect
@@ -45,6 +46,28 @@ class Documents:
     """Tokens of the longest document."""
 
 
+class Slots:
+    """Sequences that decode one token each, passed to every attention layer of a forward."""
+
+    def __init__(self, lengths: Tensor, width: int) -> None:
+        """
+        Args:
+            lengths: [B] keys of each sequence, its new token's included.
+            width: m, at least the longest of them.
+        """
+        self._behind = lengths[:, None] - 1 - torch.arange(width, device=lengths.device)
+        self._seen: dict[int | None, Tensor] = {}
+
+    def seen(self, window: int | None) -> Tensor:
+        """[B, 1, 1, m] bool: keys that a sequence's new token sees; made once for all layers of a window."""
+        if window not in self._seen:
+            seen = self._behind >= 0
+            if window is not None:
+                seen &= self._behind < window
+            self._seen[window] = seen[:, None, None]
+        return self._seen[window]
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -54,23 +77,26 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     documents: Documents | None = None,
+    slots: Slots | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention in transformers' calling convention.
 
     Args:
         module: the model's attention layer.
-        query: [1, Hq, n, D].
-        key: [1, Hkv, m, D].
-        value: [1, Hkv, m, D].
+        query: [1, Hq, n, D]; [B, Hq, 1, D] with slots.
+        key: [1, Hkv, m, D]; [B, Hkv, m, D] with slots.
+        value: as `key`.
         attention_mask: always None.
         scaling: factor of the scores.
         sliding_window: keys that a query sees, itself included; None sees all.
-        documents: offsets of packed documents; None for one sequence whose queries are the last of the keys.
+        documents: offsets of packed documents; without them or slots, one sequence whose queries are the last
+            of the keys.
+        slots: lengths of sequences that decode.
         options: what else the layer passes; anything that changes the result is refused.
 
     Returns:
-        [1, n, Hq, D], and no weights.
+        [1, n, Hq, D] (with slots [B, 1, Hq, D]), and no weights.
 
     Raises:
         ValueError: for attention with soft caps, sinks or without causality.
@@ -81,6 +107,8 @@ def packed_attention(
             f"target.backend hf cannot pack {type(module).__name__} ({', '.join(refused) or 'not causal'}): "
             "set target.backend to sglang"
         )
+    if slots is not None:
+        return _one_each(query, key, value, slots, scaling, sliding_window).transpose(1, 2), None
     if documents is None:
         return _sdpa(query, key, value, scaling, sliding_window).transpose(1, 2), None
     if _prefers_varlen(query, documents, sliding_window):
@@ -108,6 +136,18 @@ def _varlen(
     seen = (-1 if window is None else window - 1, 0)
     attend: Any = varlen_attn
     return attend(q, k, v, cu, cu, longest, longest, scale=scale, window_size=seen, **_GROUPED)[None]
+
+
+def _one_each(
+    query: Tensor, key: Tensor, value: Tensor, slots: Slots, scale: float | None, window: int | None
+) -> Tensor:
+    """One query a sequence, [B, Hq, 1, D]. A group's heads stand as rows over their shared keys, which spares
+    the copies that fused kernels with a mask would need for grouped heads.
+    """
+    sequences, heads, _, width = query.shape
+    rows = query.view(sequences, key.shape[1], heads // key.shape[1], width)
+    output = scaled_dot_product_attention(rows, key, value, attn_mask=slots.seen(window), scale=scale)
+    return output.reshape(sequences, heads, 1, width)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:

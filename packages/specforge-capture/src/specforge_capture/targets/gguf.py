@@ -125,6 +125,8 @@ def _write(file: Path, folder: Path, dtype: str) -> None:
         with without_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **read)
             assert isinstance(tokenizer, PreTrainedTokenizerBase)
+            # A GGUF file does not say; the default corrupts byte-level text.
+            tokenizer.clean_up_tokenization_spaces = False
             # float32 is what transformers dequantises to: `auto` rounds nothing.
             wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)
             model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=wanted, **read)

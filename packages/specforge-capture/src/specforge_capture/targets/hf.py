@@ -24,11 +24,10 @@ from transformers import DynamicCache, PreTrainedModel
 from specforge_capture.memory import naming_budgets
 from specforge_capture.targets.attention import Documents
 from specforge_capture.targets.base import ALL, Extension, PromptRow, feature_batch, token_range
-from specforge_capture.targets.loading import load_model, random_model
+from specforge_capture.targets.loading import decoder_layers, load_model, random_model
 from specforge_config.features import CaptureSpec, FeatureBatch
 
 _CAPTURE_BUDGETS = "lower training.batch_size or data.max_length"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class HFTarget:
@@ -62,7 +61,7 @@ class HFTarget:
         self.model = model.to(self.device)
         self._decoder = self.model.get_decoder()
         self._head = self.model.get_output_embeddings()
-        self._layers = _decoder_layers(self.model, self._decoder, spec)
+        self._layers = _captured_layers(self.model, spec)
         self._check_head()
 
     @torch.no_grad()
@@ -171,25 +170,15 @@ class HFTarget:
             )
 
 
-def _decoder_layers(model: PreTrainedModel, decoder: nn.Module, spec: CaptureSpec) -> nn.ModuleList:
-    """The decoder's layers, after checking that this backend can run and capture them."""
-    name, config = type(model).__name__, model.config.get_text_config()
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not getattr(model, "_supports_attention_backend", False):
-        raise ValueError(
-            f"target.backend hf: {name} has no list of decoder layers, or attention of its own: "
-            "set target.backend to sglang"
-        )
-    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
-        raise ValueError(
-            f"target.backend hf: {name} has layers of the types {sorted(unknown)}, which cannot be packed: "
-            "set target.backend to sglang"
-        )
+def _captured_layers(model: PreTrainedModel, spec: CaptureSpec) -> nn.ModuleList:
+    """The decoder's layers, after checking that they fit the contract."""
+    layers = decoder_layers(model)
     found = {
         "layers": (len(layers) > max(spec.layer_ids), True),
-        "hidden_size": (config.hidden_size, spec.hidden_size),
+        "hidden_size": (model.config.get_text_config().hidden_size, spec.hidden_size),
         "vocab_size": (model.get_output_embeddings().weight.shape[0], spec.vocab_size),
     }
     if wrong := {field: pair for field, pair in found.items() if pair[0] != pair[1]}:
+        name = type(model).__name__
         raise ValueError(f"target.path: {name} does not fit the capture contract, (found, required): {wrong}")
     return layers

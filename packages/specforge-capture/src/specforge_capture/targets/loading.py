@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from specforge_capture.targets.attention import IMPLEMENTATION
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @contextmanager
@@ -69,3 +72,24 @@ def random_model(folder: str | Path, dtype: torch.dtype, seed: int) -> PreTraine
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
     return model.eval().requires_grad_(False)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's layers.
+
+    Raises:
+        ValueError: for a model that our attention cannot run.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"target.backend hf: {name} has no list of decoder layers, or attention of its own: "
+            "set target.backend to sglang"
+        )
+    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+        raise ValueError(
+            f"target.backend hf: {name} has layers of the types {sorted(unknown)}, which cannot be packed: "
+            "set target.backend to sglang"
+        )
+    return layers

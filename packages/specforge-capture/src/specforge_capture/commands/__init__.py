@@ -1,0 +1,1 @@
+"""The commands of `specforge-capture`, one a module. Each parses before anything heavy is imported."""

@@ -1,0 +1,1 @@
+"""Answering prompts with the target."""

@@ -1,0 +1,214 @@
+"""Regeneration: every prompt of the recipe is answered by the target.
+
+    prompt files -> dialogues -> decoding batch -> journal -> output and manifest
+
+Next turns of running dialogues go before new rows, so that few dialogues are open at a time.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specforge_capture.memory import naming_budgets
+from specforge_capture.prompts.chat import ChatRenderer, load_tokenizer
+from specforge_capture.prompts.sources import Conversation, Rejected, SourceRow, detect_format, read_rows
+from specforge_capture.prompts.special_tokens import resolve_special_tokens
+from specforge_capture.regeneration.dialogue import Dialogue
+from specforge_capture.regeneration.journal import Journal, file_sha256, finished_manifest, open_journal
+from specforge_capture.targets.batch import Answer, DecodingBatch, Request
+from specforge_capture.targets.loading import load_model
+from specforge_capture.targets.sampling import Sampling
+from specforge_config.run import RunConfig
+from specforge_config.target import read_target_shape, target_revision
+
+Report = Callable[[int, int, int], None]
+"""Called with the rows that are done, all rows, and the tokens written by this start."""
+
+
+@dataclass(frozen=True)
+class _Answerer:
+    """What all rows share."""
+
+    config: RunConfig
+    renderer: ChatRenderer
+    batch: DecodingBatch
+    journal: Journal
+
+    def next_request(self, dialogue: Dialogue) -> Request | None:
+        limit = self.config.regeneration.max_new_tokens
+        return dialogue.next_request(self.renderer, self.config.data.max_length, limit)
+
+
+def output_path(config: RunConfig) -> Path:
+    """Where the answers go."""
+    return Path(config.regeneration.output or Path(config.folder) / "answers.jsonl")
+
+
+def regenerate(
+    config: RunConfig, report: Report = lambda done, total, tokens: None
+) -> tuple[dict[str, Any], bool]:
+    """Answer the prompts of a run whose target is a saved model.
+
+    Args:
+        config: the run.
+        report: told of the progress.
+
+    Returns:
+        The manifest, and whether the output had been finished before.
+
+    Raises:
+        ValueError: for no prompts, unreadable files, settings that another start of the same output had
+            otherwise, and under `data.strict` for the first row that cannot be answered.
+    """
+    if config.target.backend != "hf":
+        raise ValueError(
+            f"not implemented yet: regeneration with target.backend={config.target.backend} (built: hf): "
+            "add target.backend=hf to the command"
+        )
+    rows = list(_rows(config))
+    tokenizer = load_tokenizer(config.target.path)
+    renderer = ChatRenderer(tokenizer, config.data.chat_template, config.data.enable_thinking)
+    settings = _settings(config, renderer)
+    output = output_path(config)
+    if manifest := finished_manifest(output, settings):
+        return manifest, True
+    started = time.monotonic()
+    special = resolve_special_tokens(tokenizer, config.target.path, renderer)
+    with open_journal(output, settings) as journal:
+        model = _load(config, settings["dtype"])
+        sampled = config.regeneration
+        sampling = Sampling(sampled.temperature, sampled.top_p, sampled.seed)
+        batch = DecodingBatch(model, special.stop, sampled.batch_size, sampling)
+        with naming_budgets("answering prompts", "lower regeneration.batch_size or data.max_length"):
+            tokens = _answer(_Answerer(config, renderer, batch, journal), rows, report)
+        seconds = time.monotonic() - started
+        facts = {"target": config.target.path, **_count(journal)}
+        facts |= {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1)}
+        return journal.finish(facts), False
+
+
+def _rows(config: RunConfig) -> Iterator[tuple[str, SourceRow]]:
+    """Each row with its `file:line`."""
+    settings = config.regeneration
+    if not settings.prompts:
+        raise ValueError("regeneration.prompts is empty; required: files of prompts to answer")
+    for path in map(Path, settings.prompts):
+        form = detect_format(path)
+        if form in ("text", "tokens"):
+            raise ValueError(f"regeneration.prompts: {path} holds rows of {form}, required: chats")
+        taken = 0
+        for rows, _ in read_rows(path, form):
+            for row in rows[: None if settings.max_prompts is None else settings.max_prompts - taken]:
+                yield f"{path.name}:{row.line}", row
+            taken += len(rows)
+            if settings.max_prompts is not None and taken >= settings.max_prompts:
+                break
+
+
+def _settings(config: RunConfig, renderer: ChatRenderer) -> dict[str, Any]:
+    """Everything that decides the answers; the batch size does not."""
+    target, how = config.target, config.regeneration
+    shape = read_target_shape(target.path)
+    return {
+        "revision": target.revision or target_revision(target.path),
+        "dtype": (shape.dtype if target.dtype == "auto" else target.dtype).removeprefix("torch."),
+        "template": renderer.hash,
+        "template_settings": renderer.settings,
+        "prompts": [[Path(path).name, file_sha256(Path(path))] for path in how.prompts],
+        "max_prompts": how.max_prompts,
+        "max_length": config.data.max_length,
+        "max_new_tokens": how.max_new_tokens,
+        "temperature": how.temperature,
+        "top_p": how.top_p,
+        "seed": how.seed,
+    }
+
+
+def _load(config: RunConfig, dtype: str) -> PreTrainedModel:
+    device = config.deployment.trainer.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = load_model(config.target.path, getattr(torch, dtype))
+    return model.to(device)
+
+
+def _answer(parts: _Answerer, rows: list[tuple[str, SourceRow]], report: Report) -> int:
+    """Answer what the journal does not hold yet; tokens written."""
+    batch, journal = parts.batch, parts.journal
+    fresh = ((i, *row) for i, row in enumerate(rows) if i not in journal.rows)
+    waiting: deque[tuple[Dialogue, Request]] = deque()
+    asked: dict[int, Dialogue] = {}
+    tokens = 0
+    report(len(journal.rows), len(rows), tokens)
+    while True:
+        while len(waiting) < batch.free and (row := next(fresh, None)) is not None:
+            if begun := _begin(parts, *row):
+                waiting.append(begun)
+        entering = [waiting.popleft() for _ in range(min(batch.free, len(waiting)))]
+        asked |= {dialogue.index: dialogue for dialogue, _ in entering}
+        batch.admit([request for _, request in entering])
+        if not batch.running:
+            return tokens
+        for request, answer in batch.advance():
+            tokens += len(answer.tokens)
+            if following := _follow(parts, asked.pop(request.key[0]), request, answer):
+                waiting.appendleft(following)
+        report(len(journal.rows), len(rows), tokens)
+
+
+def _begin(parts: _Answerer, index: int, sample_id: str, row: SourceRow) -> tuple[Dialogue, Request] | None:
+    """The first request of a row; None if it cannot be answered, which the journal notes."""
+    with _dropping(parts, index, sample_id):
+        if isinstance(row, Rejected):
+            raise ValueError(row.reason)
+        assert isinstance(row, Conversation)
+        dialogue = Dialogue.of(index, sample_id, row)
+        request = parts.next_request(dialogue)
+        assert request is not None, "a script with a turn to write has a first request"
+        return dialogue, request
+    return None
+
+
+def _follow(
+    parts: _Answerer, dialogue: Dialogue, request: Request, answer: Answer
+) -> tuple[Dialogue, Request] | None:
+    """The next request of a dialogue; None at its end, when the journal gets it."""
+    with _dropping(parts, dialogue.index, dialogue.sample_id):
+        dialogue.add(request, answer, parts.renderer)
+        if following := parts.next_request(dialogue):
+            return dialogue, following
+        parts.journal.add(dialogue.index, dialogue.to_json())
+    return None
+
+
+@contextmanager
+def _dropping(parts: _Answerer, index: int, sample_id: str) -> Generator[None]:
+    """A row that cannot be used is noted with its reason; under `data.strict` it is an error."""
+    try:
+        yield
+    except ValueError as error:
+        if parts.config.data.strict:
+            raise ValueError(f"data.strict: {sample_id}: {error}") from error
+        parts.journal.add(index, {"id": sample_id, "reason": str(error)})
+
+
+def _count(journal: Journal) -> dict[str, Any]:
+    """The manifest's counts."""
+    rows = list(journal.rows.values())
+    answered = [row for row in rows if "reason" not in row]
+    return {
+        "rows": len(rows),
+        "answered": len(answered),
+        "answers": sum(len(row["answer_tokens"]) for row in answered),
+        "answer_tokens": sum(sum(row["answer_tokens"]) for row in answered),
+        "length_limited": sum(row["finish"] == "length" for row in answered),
+        "inexact": sum(not row["exact"] for row in answered),
+        "dropped": [row for row in rows if "reason" in row],
+    }
