@@ -85,13 +85,14 @@ def _backbone_config(shapes: StepShapes, **extra: Any) -> Any:
         num_key_value_heads=shapes.key_heads,
         head_dim=shapes.head_dim,
         max_position_embeddings=40960,
-        rope_theta=1e6,
+        rope_theta=shapes.rope_theta,
+        rms_norm_eps=shapes.rms_norm_eps,
         **extra,
     )
 
 
 def build_specforge(shapes: StepShapes, device: torch.device) -> Contender:
-    """SpecForge's flex attention and chunked objective."""
+    """SpecForge's flex attention (on a CPU its dense one) and chunked objective."""
     online_model = _load("specforge.algorithms.common.dflash_family_model", "OnlineDSparkModel")
     draft_model = _load("specforge.modeling.draft.dspark", "DSparkDraftModel")
     config = _backbone_config(
@@ -110,17 +111,18 @@ def build_specforge(shapes: StepShapes, device: torch.device) -> Contender:
             "target_layer_ids": list(shapes.captured),
         },
     )
-    config._attn_implementation = "flex_attention"
+    attention = "flex_attention" if device.type == "cuda" else "sdpa"
+    config._attn_implementation = attention
     with device:
         draft = draft_model(config).to(torch.bfloat16)
         head = nn.Linear(shapes.hidden, shapes.vocabulary, bias=False, dtype=torch.bfloat16)
         embed = nn.Embedding(shapes.vocabulary, shapes.hidden, dtype=torch.bfloat16)
-    draft.config._attn_implementation = "flex_attention"
+    draft.config._attn_implementation = attention
     for frozen in (head, embed):
         nn.init.normal_(frozen.weight, std=0.02)
         frozen.requires_grad_(False)
     model = online_model(
-        draft, head, embed, shapes.mask_token, block_size=shapes.block, attention_backend="flex_attention",
+        draft, head, embed, shapes.mask_token, block_size=shapes.block, attention_backend=attention,
         num_anchors=shapes.anchors, loss_decay_gamma=shapes.decay, objective_chunk_blocks=128,
     ).to(device)  # fmt: skip
 

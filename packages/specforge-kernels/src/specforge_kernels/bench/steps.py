@@ -43,6 +43,8 @@ class StepShapes:
     markov_rank: int = 256
     mask_token: int = 151669
     decay: float = 4.0
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True)
