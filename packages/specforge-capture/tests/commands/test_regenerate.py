@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from specforge_capture.regeneration.journal import partial_path
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -29,7 +31,8 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_keeps_what_is_done_and_the_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_what_is_done_is_kept_and_the_command_goes_on(end: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     chats = (ROOT / "recipes" / "tiny-chats" / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "prompts.jsonl").write_text("".join(chats[:20]))
@@ -40,10 +43,11 @@ def test_ctrl_c_keeps_what_is_done_and_the_command_goes_on(tmp_path: Path) -> No
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(end)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    assert "keeps what is done" in error
+    if end == signal.SIGINT:
+        assert process.returncode == 130, error
+        assert "keeps what is done" in error
     kept = partial_path(output).read_text().splitlines()
     assert 3 <= len(kept) < 21, "stopped in the midst"
     text, error = (again := start(tmp_path)).communicate(timeout=240)

@@ -33,15 +33,15 @@ def test_rows_come_in_the_order_of_the_prompts(output: Path) -> None:
 
 def test_a_kill_loses_at_most_the_row_being_written(output: Path) -> None:
     with open_journal(output, SETTINGS) as journal:
-        journal.add(0, {"id": "ä"})
+        journal.add(0, {"id": "ä\u2028\x85"})
         journal.add(4, {"id": "b"})
     path = partial_path(output)
     path.write_bytes(path.read_bytes()[:-4])
     with open_journal(output, SETTINGS) as journal:
-        assert journal.rows == {0: {"id": "ä"}}
+        assert journal.rows == {0: {"id": "ä\u2028\x85"}}
         journal.add(1, {"id": "c"})
     with open_journal(output, SETTINGS) as journal:
-        assert journal.rows == {0: {"id": "ä"}, 1: {"id": "c"}}
+        assert journal.rows == {0: {"id": "ä\u2028\x85"}, 1: {"id": "c"}}
 
 
 def test_a_kill_before_the_first_line_is_whole_begins_anew(output: Path) -> None:

@@ -125,7 +125,8 @@ def _recover(path: Path, file: IO[str], settings: Settings) -> dict[int, Row]:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))
-    lines = whole.decode().splitlines()
+    # Not str.splitlines: a string in JSON may hold U+2028 and other ends of a line that are not a file's.
+    lines = whole.splitlines()
     if not lines:
         file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
         file.flush()
