@@ -160,7 +160,7 @@ def _answer(parts: _Answerer, rows: list[tuple[str, SourceRow]], report: Report)
             tokens += len(answer.tokens)
             if following := _follow(parts, asked.pop(request.key[0]), request, answer):
                 waiting.appendleft(following)
-        report(len(journal.rows), len(rows), tokens)
+        report(len(journal.rows), len(rows), tokens + batch.unfinished)
 
 
 def _begin(parts: _Answerer, index: int, sample_id: str, row: SourceRow) -> tuple[Dialogue, Request] | None:

@@ -152,6 +152,11 @@ class DecodingBatch:
         return len(self._running)
 
     @property
+    def unfinished(self) -> int:
+        """Tokens so far of the answers that are being written."""
+        return sum(min(len(r.tokens), r.request.limit) for r in self._running)
+
+    @property
     def free(self) -> int:
         """Slots that decode nothing."""
         return self._cache.slots - len(self._running)
