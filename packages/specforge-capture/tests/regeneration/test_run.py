@@ -11,6 +11,7 @@ from specforge_capture.prompts.cache import open_or_build
 from specforge_capture.prompts.chat import ChatRenderer, load_tokenizer
 from specforge_capture.regeneration.journal import partial_path
 from specforge_capture.regeneration.run import output_path, regenerate
+from specforge_capture.targets.batch import STRIDE
 from specforge_config.data import DataConfig
 from specforge_config.run import RunConfig
 from specforge_config.target import target_revision
@@ -65,7 +66,11 @@ def test_neither_the_batch_nor_an_interruption_changes_the_output(recipe: Recipe
 
 def test_the_manifest_says_how_the_answers_were_made(recipe: Recipe) -> None:
     config = recipe()
-    manifest, _ = regenerate(config)
+    written: list[int] = []
+    manifest, _ = regenerate(config, lambda done, total, tokens: written.append(tokens))
+    assert written == sorted(written)
+    assert written[-1] == manifest["answer_tokens"]
+    assert 0 < written[1] <= 4 * (STRIDE + 1), "answers count while they are being written"
     rows = rows_of(output_path(config))
     renderer = ChatRenderer(load_tokenizer(config.target.path))
     settings = manifest["settings"]
