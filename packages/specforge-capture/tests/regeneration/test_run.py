@@ -133,6 +133,19 @@ def test_under_strict_such_a_row_is_an_error(recipe: Recipe, write_rows: Callabl
         regenerate(recipe({"strict": True}, prompts=prompts))
 
 
+def test_tokens_behind_the_tokenizers_last_have_no_text(recipe: Recipe, tmp_path: Path) -> None:
+    config = recipe(max_prompts=2)
+    padded: Any = AutoModelForCausalLM.from_pretrained(config.target.path)
+    padded.resize_token_embeddings(2048, mean_resizing=False)
+    folder = tmp_path / "padded"
+    padded.save_pretrained(folder)
+    tokenizer = load_tokenizer(config.target.path)
+    tokenizer.save_pretrained(folder)
+    assert len(tokenizer) < 2048 // 4, "most of what is sampled has no text"
+    manifest, _ = regenerate(recipe(max_prompts=2, target=folder))
+    assert manifest["answered"] == manifest["inexact"] == 2
+
+
 def test_rows_of_user_turns_alone_are_prompts(recipe: Recipe, write_rows: Callable[..., Path]) -> None:
     config = recipe(
         prompts=str(write_rows({"turns": ["one", "two"]}, name="turns.jsonl")), temperature=0.0, top_p=1.0
