@@ -59,7 +59,6 @@ def test_one_node_meets_on_a_free_port_and_several_on_their_rendezvous(load: Loa
     [
         ("deployment.mode=disaggregated", "not implemented yet: deployment.mode=disaggregated"),
         ("tracking.trackers=[wandb]", "not implemented yet: tracking.trackers"),
-        ("target.gguf_file=x", "not implemented yet: target.gguf_file=x"),
     ],
 )
 def test_settings_that_are_not_built_are_refused(load: Load, override: str, message: str) -> None:
