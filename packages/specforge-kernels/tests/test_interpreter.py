@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("anchored_attention/test_api.py", "dspark_objective/test_triton.py", "draft_layer/test_api.py")
+FILES = (
+    "anchored_attention/test_api.py",
+    "draft_layer/test_api.py",
+    "dspark_objective/test_triton.py",
+    "test_warm_up.py",
+)
 
 
 @pytest.mark.slow
@@ -39,4 +44,4 @@ def test_triton_kernels_run_in_the_interpreter() -> None:
     summary = done.stdout.strip().splitlines()[-1]
     passed = re.search(r"(\d+) passed", summary)
     assert passed, summary
-    assert int(passed[1]) >= 28, summary
+    assert int(passed[1]) >= 29, summary

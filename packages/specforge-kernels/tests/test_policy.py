@@ -1,6 +1,6 @@
 import torch
 
-from specforge_kernels.policy import choose_attention, choose_objective
+from specforge_kernels.policy import choose_attention, choose_layer, choose_objective
 
 
 def test_a_cpu_gets_the_plain_implementations_with_a_reason() -> None:
@@ -9,3 +9,12 @@ def test_a_cpu_gets_the_plain_implementations_with_a_reason() -> None:
     assert choose_objective(device).name == "reference"
     assert "cpu" in choose_attention(device).reason.lower()
     assert "cpu" in choose_objective(device).reason.lower()
+    assert choose_layer(device).name == "reference"
+    assert "the device is cpu" in choose_layer(device).reason
+
+
+def test_the_fused_layer_says_what_it_does_not_take() -> None:
+    device = torch.device("cuda")
+    assert "found torch.float64" in choose_layer(device, torch.float64).reason
+    assert "head dimensions 16" in choose_layer(device, head_dim=96).reason
+    assert "a row of 32768" in choose_layer(device, hidden=32768).reason

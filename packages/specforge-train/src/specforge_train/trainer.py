@@ -274,6 +274,7 @@ class Trainer:
         with torch.device("meta"):
             model = self.method.build(self.shape)
         shard(model, self.world, self.dtype).to_empty(device=self.world.device)
+        model.warm_up(self.world.device, self.dtype)
         if self.checkpoints.path is None:
             model.init_weights(self.config.seed)
             if self.config.draft.init_from:

@@ -48,7 +48,6 @@ def build_layout(
     return place_layout(blocks, torch.device(device or "cpu"), backend)
 
 
-@torch.compiler.disable
 def anchored_attention(
     q: Tensor,
     k_context: Tensor,
@@ -60,8 +59,6 @@ def anchored_attention(
     scale: float | None = None,
 ) -> Tensor:
     """Attention output [M, Hq, D] of the block slots, differentiable in all five tensors.
-
-    Under torch.compile a graph ends here: backends are compiled on their own, once for all lengths.
 
     Args:
         q: [M, Hq, D] queries of the block slots, rotated.

@@ -16,6 +16,7 @@ fill the device.
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..policy import TILE_ROWS
-from .blocks import KEY_TILE
-from .layout import AnchoredLayout
+from ..warm_up import Launches
+from .blocks import KEY_TILE, Blocks
+from .layout import AnchoredLayout, place_layout
 
 KEYS = 64
 """Context keys of one step over the context."""
@@ -325,65 +327,117 @@ def _parts(programs: int, device: torch.device) -> int:
     return max(1, min(8, -(-8 * processors // programs)))
 
 
+def _row_launch(
+    inputs: tuple[Tensor, ...], layout: AnchoredLayout, scale: float
+) -> tuple[tuple[int, int], tuple[float, ...], dict[str, int]]:
+    """Grid, sizes and constants of the kernels by rows."""
+    (_, heads, dim), key_heads, blocks = inputs[0].shape, inputs[1].shape[1], layout.blocks
+    group = heads // key_heads
+    tile_slots = TILE_ROWS // (blocks.size * group) * blocks.size
+    constants = {
+        "GROUP": group,
+        "BLOCK": blocks.size,
+        "WINDOW": blocks.window is not None,
+        "DIM": dim,
+        "ROWS": TILE_ROWS,
+        "OWN": max(16, triton.next_power_of_2(tile_slots)),
+        "KEYS": KEYS,
+    }
+    grid = (triton.cdiv(blocks.slots, tile_slots), key_heads)
+    return grid, (blocks.anchor.size, blocks.window or 0, key_heads, scale), constants
+
+
+def _forward(inputs: tuple[Tensor, ...], layout: AnchoredLayout, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [M, Hq, D] and log-sum-exps [M, Hq] from the five tensors of `api.anchored_attention`."""
+    q = inputs[0]
+    grid, sizes, constants = _row_launch(inputs, layout, scale)
+    out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    kernel: Any = _forward_kernel[grid]
+    kernel(*inputs, layout.origins, out, log_sum, *sizes, **constants, num_warps=8, num_stages=3)
+    return out, log_sum
+
+
+def _backward_by_rows(
+    inputs: tuple[Tensor, ...],
+    out: Tensor,
+    log_sum: Tensor,
+    upstream: Tensor,
+    layout: AnchoredLayout,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """dq, the block keys' and values' gradients, and delta [M, Hq]."""
+    q, _, _, k_block, v_block = inputs
+    grid, sizes, constants = _row_launch(inputs, layout, scale)
+    delta, dq = torch.empty_like(log_sum), torch.empty_like(q)
+    dk_block, dv_block = torch.empty_like(k_block), torch.empty_like(v_block)
+    kernel: Any = _row_backward_kernel[grid]
+    kernel(
+        *inputs, layout.origins, out, log_sum, upstream, delta, dq, dk_block, dv_block,
+        *sizes, **constants, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return dq, dk_block, dv_block, delta
+
+
+def _backward_by_keys(
+    inputs: tuple[Tensor, ...],
+    log_sum: Tensor,
+    upstream: Tensor,
+    delta: Tensor,
+    layout: AnchoredLayout,
+    scale: float,
+) -> Tensor:
+    """[2, T, Hkv, D] the context keys' and values' gradients, fp32."""
+    q, k_context, v_context, _, _ = inputs
+    _, sizes, constants = _row_launch(inputs, layout, scale)
+    (tokens, key_heads, dim), tiles = k_context.shape, layout.visible_slots.shape[1]
+    parts = _parts(tiles * key_heads, q.device)
+    partial = q.new_empty(2, parts, tokens, key_heads, dim, dtype=torch.float32)
+    kernel: Any = _key_backward_kernel[(tiles, key_heads, parts)]
+    kernel(
+        q, k_context, v_context, layout.origins, layout.visible_slots, log_sum, upstream, delta, *partial,
+        tokens, *sizes, **{name: constants[name] for name in ("GROUP", "BLOCK", "WINDOW", "DIM")},
+        ROWS=BACKWARD_ROWS, KEYS=KEY_TILE, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return partial.sum(dim=1)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k_context: Tensor,
-        v_context: Tensor,
-        k_block: Tensor,
-        v_block: Tensor,
-        layout: AnchoredLayout,
-        scale: float,
-    ) -> Tensor:
-        blocks, key_heads = layout.blocks, k_context.shape[1]
-        group = q.shape[1] // key_heads
-        tile_slots = TILE_ROWS // (blocks.size * group) * blocks.size
-        constants = {
-            "GROUP": group,
-            "BLOCK": blocks.size,
-            "WINDOW": blocks.window is not None,
-            "DIM": q.shape[2],
-            "ROWS": TILE_ROWS,
-            "OWN": max(16, triton.next_power_of_2(tile_slots)),
-            "KEYS": KEYS,
-        }
-        grid = (triton.cdiv(blocks.slots, tile_slots), key_heads)
-        sizes = (blocks.anchor.size, blocks.window or 0, key_heads, scale)
-        out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        kernel: Any = _forward_kernel[grid]
-        kernel(
-            q, k_context, v_context, k_block, v_block, layout.origins, out, log_sum,
-            *sizes, **constants, num_warps=8, num_stages=3,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k_context, v_context, k_block, v_block, out, log_sum)
-        ctx.layout, ctx.grid, ctx.sizes, ctx.constants = layout, grid, sizes, constants
+    def forward(ctx: Any, layout: AnchoredLayout, scale: float, *inputs: Tensor) -> Tensor:
+        out, log_sum = _forward(inputs, layout, scale)
+        ctx.save_for_backward(*inputs, out, log_sum)
+        ctx.layout, ctx.scale = layout, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        q, k_context, v_context, k_block, v_block, out, log_sum = ctx.saved_tensors
-        layout, upstream = ctx.layout, upstream.contiguous()
-        delta, dq = torch.empty_like(log_sum), torch.empty_like(q)
-        dk_block, dv_block = torch.empty_like(k_block), torch.empty_like(v_block)
-        by_rows: Any = _row_backward_kernel[ctx.grid]
-        by_rows(
-            q, k_context, v_context, k_block, v_block, layout.origins, out, log_sum, upstream,
-            delta, dq, dk_block, dv_block, *ctx.sizes, **ctx.constants, num_warps=8, num_stages=3,
-        )  # fmt: skip
-        (tokens, key_heads, dim), tiles = k_context.shape, layout.visible_slots.shape[1]
-        parts = _parts(tiles * key_heads, q.device)
-        partial = q.new_empty(2, parts, tokens, key_heads, dim, dtype=torch.float32)
-        by_keys: Any = _key_backward_kernel[(tiles, key_heads, parts)]
-        by_keys(
-            q, k_context, v_context, layout.origins, layout.visible_slots, log_sum, upstream, delta, *partial,
-            tokens, *ctx.sizes, **{name: ctx.constants[name] for name in ("GROUP", "BLOCK", "WINDOW", "DIM")},
-            ROWS=BACKWARD_ROWS, KEYS=KEY_TILE, num_warps=4, num_stages=2,
-        )  # fmt: skip
-        dk_context, dv_context = partial.sum(dim=1).to(q.dtype)
-        return dq, dk_context, dv_context, dk_block, dv_block, None, None
+        *inputs, out, log_sum = ctx.saved_tensors
+        inputs, upstream, place = tuple(inputs), upstream.contiguous(), (ctx.layout, ctx.scale)
+        dq, dk_block, dv_block, delta = _backward_by_rows(inputs, out, log_sum, upstream, *place)
+        dk_context, dv_context = _backward_by_keys(inputs, log_sum, upstream, delta, *place).to(dq.dtype)
+        return None, None, dq, dk_context, dv_context, dk_block, dv_block
+
+
+def warm_up_attention(
+    heads: int,
+    key_heads: int,
+    dim: int,
+    block: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Launches:
+    """Launches of each kernel, for `warm_up.WarmUp`; shapes as `api.anchored_attention`."""
+    layout = place_layout(Blocks(1, block, window, *np.zeros((2, 1), np.int32)), device, "triton")
+    rows = ((block, heads), (1, key_heads), (1, key_heads), (block, key_heads), (block, key_heads))
+    inputs = tuple(torch.zeros(*r, dim, dtype=dtype, device=device) for r in rows)
+    q, statistics = inputs[0], torch.zeros(block, heads, device=device)
+    return (
+        lambda: _forward(inputs, layout, 1.0),
+        lambda: _backward_by_rows(inputs, q, statistics, q, layout, 1.0),
+        lambda: _backward_by_keys(inputs, statistics, q, statistics, layout, 1.0),
+    )
 
 
 def attend_triton(
@@ -397,4 +451,4 @@ def attend_triton(
 ) -> Tensor:
     """Shapes as `api.anchored_attention`."""
     inputs = (x.contiguous() for x in (q, k_context, v_context, k_block, v_block))
-    return _Attention.apply(*inputs, layout, scale)
+    return _Attention.apply(layout, scale, *inputs)

@@ -39,6 +39,12 @@ class _Norm(torch.autograd.Function):
         return dx, dweight, None
 
 
+def _heads(x: Tensor, matrix: Tensor, weights: AttentionWeights) -> Tensor:
+    """x [n, H] projected, as [n, heads, D]."""
+    dim = weights.q_norm.shape[0]
+    return torch.mm(x, matrix.t()).view(x.shape[0], matrix.shape[0] // dim, dim)
+
+
 class _BeforeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -51,14 +57,12 @@ class _BeforeAttention(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         weights = AttentionWeights(*parameters)
-        shape = (-1, weights.q_norm.numel())
         normed, inverse = norm_forward(x, weights.norm, eps)
-        q, k, v = (torch.mm(normed, w.t()).unflatten(1, shape) for w in (weights.q, weights.k, weights.v))
-        k_context, v_context = (torch.mm(context, w.t()).unflatten(1, shape) for w in (weights.k, weights.v))
+        q, k, v = (_heads(normed, w, weights) for w in (weights.q, weights.k, weights.v))
+        k_context, v_context = (_heads(context, w, weights) for w in (weights.k, weights.v))
         norms = weights.q_norm, weights.k_norm
         q_turned, k_turned = heads_forward(q, k, *norms, rotary, eps)
-        assert q_turned is not None
-        _, k_context_turned = heads_forward(None, k_context, *norms, context_rotary, eps)
+        _, k_context_turned = heads_forward(k_context[:, :0], k_context, *norms, context_rotary, eps)
         ctx.save_for_backward(x, context, inverse, q, k, k_context, *rotary, *context_rotary, *parameters)
         ctx.eps = eps
         return x, q_turned, k_turned, v, k_context_turned, v_context
@@ -76,11 +80,11 @@ class _BeforeAttention(torch.autograd.Function):
         slot_tiles, context_tiles = q_tiles + k_tiles, head_tiles(*k_context.shape[:2])
         partial = x.new_empty(slot_tiles + context_tiles, q.shape[2], dtype=torch.float32)
         dq, dk = heads_backward(dq, dk, q, k, *norms, Rotary(cos, sin), eps, partial[:slot_tiles])
+        none = k_context[:, :0]
         _, dk_context = heads_backward(
-            None, dk_context, None, k_context, *norms,
+            none, dk_context, none, k_context, *norms,
             Rotary(context_cos, context_sin), eps, partial[slot_tiles:],
         )  # fmt: skip
-        assert dq is not None
         dq, dk, dv, dk_context, dv_context = (y.flatten(1) for y in (dq, dk, dv, dk_context, dv_context))
         dnormed = torch.mm(dq, weights.q).addmm_(dk, weights.k).addmm_(dv, weights.v)
         dcontext = torch.mm(dk_context, weights.k).addmm_(dv_context, weights.v)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..warm_up import Launches
 from .reference import Rotary
 
 HEAD_ROWS = 32
@@ -261,43 +262,41 @@ def head_tiles(rows: int, heads: int) -> int:
 
 
 def heads_forward(
-    q: Tensor | None, k: Tensor, q_weight: Tensor, k_weight: Tensor, rotary: Rotary, eps: float
-) -> tuple[Tensor | None, Tensor]:
-    """Queries [n, Hq, D], if there are any, and keys [n, Hkv, D] of the same rows, normed and rotated."""
-    (rows, k_heads, dim), q_heads = k.shape, 0 if q is None else q.shape[1]
-    q_out, k_out = None if q is None else torch.empty_like(q), torch.empty_like(k)
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, rotary: Rotary, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Queries [n, Hq, D], Hq may be 0, and keys [n, Hkv, D] of the same rows, normed and rotated."""
+    (rows, k_heads, dim), q_heads = k.shape, q.shape[1]
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     kernel: Any = _heads_kernel[(head_tiles(rows, q_heads) + head_tiles(rows, k_heads),)]
-    # Without queries the keys stand in for them, unread: the kernel stays the same.
     kernel(
-        k if q is None else q, k, q_weight, k_weight, *rotary, k_out if q_out is None else q_out, k_out,
-        rows, q_heads, k_heads, eps, HALF=dim // 2, PAIRS=HEAD_ROWS, num_warps=4,
+        q, k, q_weight, k_weight, *rotary, q_out, k_out, rows, q_heads, k_heads, eps,
+        HALF=dim // 2, PAIRS=HEAD_ROWS, num_warps=4,
     )  # fmt: skip
     return q_out, k_out
 
 
 def heads_backward(
-    dq: Tensor | None,
+    dq: Tensor,
     dk: Tensor,
-    q: Tensor | None,
+    q: Tensor,
     k: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
     rotary: Rotary,
     eps: float,
     partial: Tensor,
-) -> tuple[Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Gradients of `heads_forward`'s q and k from those of its outputs.
 
     The weights' go to `partial` [tiles, D] fp32, to be summed: `head_tiles` rows of the queries, then of the
     keys.
     """
-    (rows, k_heads, dim), q_heads = k.shape, 0 if q is None else q.shape[1]
-    dq_out, dk_out = None if q is None else torch.empty_like(q), torch.empty_like(k)
+    (rows, k_heads, dim), q_heads = k.shape, q.shape[1]
+    dq_out, dk_out = torch.empty_like(q), torch.empty_like(k)
     kernel: Any = _heads_backward_kernel[(partial.shape[0],)]
     kernel(
-        dk if dq is None else dq, dk, k if q is None else q, k, q_weight, k_weight, *rotary,
-        dk_out if dq_out is None else dq_out, dk_out, partial,
-        rows, q_heads, k_heads, eps, HALF=dim // 2, PAIRS=HEAD_ROWS, num_warps=4,
+        dq, dk, q, k, q_weight, k_weight, *rotary, dq_out, dk_out, partial, rows, q_heads, k_heads, eps,
+        HALF=dim // 2, PAIRS=HEAD_ROWS, num_warps=4,
     )  # fmt: skip
     return dq_out, dk_out
 
@@ -320,3 +319,29 @@ def swiglu_backward(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     kernel: Any = _swiglu_backward_kernel[(rows, triton.cdiv(width, columns))]
     kernel(upstream, gate, up, dup, out, WIDTH=width, COLUMNS=columns, num_warps=4)
     return upstream, dup, out
+
+
+def warm_up_layer(
+    hidden: int, intermediate: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> Launches:
+    """Launches of each kernel, for `warm_up.WarmUp`."""
+
+    def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=of, device=device)
+
+    row, weight, inverse = zeros(1, hidden), zeros(hidden), zeros(1, of=torch.float32)
+    heads, head_weight, wide = zeros(1, 1, dim), zeros(dim), zeros(1, intermediate)
+    rotary, partial = Rotary(*zeros(2, 1, dim // 2, of=torch.float32)), zeros(2, dim, of=torch.float32)
+
+    def norm_backwards() -> None:
+        norm_backward(row, row, weight, inverse)
+        norm_backward(row, row, weight, inverse, row)
+
+    return (
+        lambda: norm_forward(row, weight, 1.0),
+        norm_backwards,
+        lambda: heads_forward(heads, heads, head_weight, head_weight, rotary, 1.0),
+        lambda: heads_backward(heads, heads, heads, heads, head_weight, head_weight, rotary, 1.0, partial),
+        lambda: swiglu_forward(wide, wide),
+        lambda: swiglu_backward(wide, wide, wide),
+    )

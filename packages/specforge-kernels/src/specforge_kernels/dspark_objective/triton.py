@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..warm_up import Launches
 from .terms import DSparkLossWeights, DSparkTerms, SlotChunk, slot_chunks
 
 CHUNK_SLOTS = 2048
@@ -173,7 +174,8 @@ class _Objective(torch.autograd.Function):
         terms = [hidden.new_zeros(3, 0, dtype=torch.float32)]
         for chunk in chunks:
             z, t = _logits(hidden, markov, head, w2, last_hidden, chunk)
-            terms.append(_chunk_terms(z, t, confidence_logits, chunk, factors, gradient, filled))
+            statistics = _teacher_statistics(t)
+            terms.append(_chunk_terms(z, t, statistics, confidence_logits, chunk, factors, gradient, filled))
             del t
             if gradient:
                 _project_gradient(z, markov, head, w2, chunk, filled)
@@ -207,9 +209,19 @@ def _logits(
     return z, last_hidden.index_select(0, chunk.teacher_rows) @ head.T
 
 
+def _teacher_statistics(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp [t] fp32, in units of log 2, and first maximum [t] int32 of each row."""
+    rows, vocabulary = t.shape
+    log_sum, first = t.new_empty(rows, dtype=torch.float32), t.new_empty(rows, dtype=torch.int32)
+    kernel: Any = _teacher_kernel[(rows,)]
+    kernel(t, log_sum, first, vocabulary, COLUMNS=COLUMNS, num_warps=WARPS)
+    return log_sum, first
+
+
 def _chunk_terms(
     z: Tensor,
     t: Tensor,
+    statistics: tuple[Tensor, Tensor],
     confidence_logits: Tensor | None,
     chunk: SlotChunk,
     factors: DSparkLossWeights,
@@ -218,14 +230,10 @@ def _chunk_terms(
 ) -> Tensor:
     """Weighted CE, L1 and BCE [3, m]; with `gradient`, `z` becomes the gradient of the logits."""
     rows, vocabulary = z.shape
-    log_sum = t.new_empty(t.shape[0], dtype=torch.float32)
-    first = t.new_empty(t.shape[0], dtype=torch.int32)
-    teachers: Any = _teacher_kernel[(t.shape[0],)]
-    teachers(t, log_sum, first, vocabulary, COLUMNS=COLUMNS, num_warps=WARPS)
     terms = z.new_zeros(3, rows, dtype=torch.float32)
     slots: Any = _slot_kernel[(rows,)]
     slots(
-        z, t, chunk.teacher_of, log_sum, first,
+        z, t, chunk.teacher_of, *statistics,
         chunk.slots, chunk.labels, chunk.weights, confidence_logits,
         terms, filled.acceptance, filled.correct, filled.confidence,
         vocabulary, rows, factors.ce, factors.l1, factors.confidence,
@@ -267,3 +275,19 @@ def objective_triton(
         hidden, markov, confidence_logits, head, w2, last_hidden, chunks, loss_weights
     )
     return DSparkTerms(loss, *sums, acceptance, correct)
+
+
+def warm_up_objective(
+    vocabulary: int, confidence: bool, dtype: torch.dtype, device: torch.device
+) -> Launches:
+    """Launches of each kernel with its gradient, for `warm_up.WarmUp`."""
+    z, t = (torch.zeros(1, vocabulary, dtype=dtype, device=device) for _ in range(2))
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    value, teacher_of = torch.zeros(1, device=device), index.int()
+    chunk = SlotChunk(index, index, value, teacher_of, teacher_of)
+    logits = torch.zeros(1, device=device) if confidence else None
+    filled = _Filled(value.clone(), value.bool(), logits, z, None, None)
+    return (
+        lambda: _teacher_statistics(t),
+        lambda: _chunk_terms(z, t, (value, teacher_of), logits, chunk, DSparkLossWeights(), True, filled),
+    )

@@ -14,6 +14,7 @@ Notation: T packed tokens, K captured layers, H hidden, M = N·G slots, Hq / Hkv
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,6 +29,8 @@ from specforge_kernels.draft_layer.api import (
     queries,
     rms_norm,
 )
+from specforge_kernels.policy import choose_attention, choose_layer
+from specforge_kernels.warm_up import Launches, WarmUp
 from specforge_train.methods.base import DraftModel, DraftShape
 from specforge_train.methods.rotary import Turns, turns
 
@@ -95,7 +98,8 @@ class Layer(nn.Module):
         """The layer with the context's keys and values at hand."""
         weights = self._weights()
         normed = rms_norm(x, weights.norm, self.eps, backend=self.backend)
-        q, (k, v) = (project(normed, weights, rotary, self.eps) for project in (queries, keys_values))
+        q = queries(normed, weights, rotary, self.eps)
+        k, v = keys_values(normed, weights, rotary, self.eps)
         return self._finish(x, anchored_attention(q, k_context, v_context, k, v, layout))
 
     def _weights(self) -> AttentionWeights:
@@ -131,6 +135,7 @@ class BlockBackbone(DraftModel):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self._turns: Turns | None = None
+        self._warm_up: WarmUp | None = None
 
     def project(self, hidden: Tensor) -> Tensor:
         """Captured states [T, K·H] of any float type -> context [T, H] in the type of computation."""
@@ -152,3 +157,24 @@ class BlockBackbone(DraftModel):
     def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
         """Slot tokens [M] through the target's embedding [V, H], in the type of computation."""
         return F.embedding(ids, embedding).to(self.fc.weight.dtype)
+
+    def warm_up(self, device: torch.device, dtype: torch.dtype) -> WarmUp:
+        """See `DraftModel.warm_up`."""
+        if self._warm_up is None:
+            self._warm_up = WarmUp(self.launches(device, dtype), device)
+        return self._warm_up
+
+    def launches(self, device: torch.device, dtype: torch.dtype) -> Launches:
+        """Launches of the backbone's Triton kernels; methods add their own."""
+        shape, block, found = self.shape, self.shape.config.block_size, []
+        group = shape.num_heads // shape.num_kv_heads
+        if choose_layer(device, dtype, shape.hidden_size, shape.head_dim).name == "triton":
+            from specforge_kernels.draft_layer.triton import warm_up_layer
+
+            found += warm_up_layer(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype, device)
+        if choose_attention(device, dtype, shape.head_dim, group, block).name == "triton":
+            from specforge_kernels.anchored_attention.triton import warm_up_attention
+
+            heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+            found += warm_up_attention(*heads, block, shape.config.sliding_window, dtype, device)
+        return found

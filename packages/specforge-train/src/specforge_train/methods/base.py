@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from specforge_config.draft import Backbone, check_layer_ids, check_mask_token, default_layer_ids
 from specforge_config.features import FeatureBatch
 from specforge_config.target import TargetShape
+from specforge_kernels.warm_up import WarmUp
 from specforge_train.methods.rotary import check_scaling
 
 if TYPE_CHECKING:
@@ -132,6 +133,15 @@ class DraftModel(nn.Module):
     def __init__(self, shape: DraftShape[Any]) -> None:
         super().__init__()
         self.shape = shape
+
+    def warm_up(self, device: torch.device, dtype: torch.dtype) -> WarmUp:
+        """Start compiling the kernels of a training step, in threads; the first step waits for them.
+
+        Args:
+            device: where the model will compute, and
+            dtype: in which type.
+        """
+        raise NotImplementedError
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from specforge_config.draft import DSparkConfig
+from specforge_kernels.policy import choose_objective
+from specforge_kernels.warm_up import Launches
 from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.backbone import BlockBackbone, Geometry
 from specforge_train.methods.base import DraftShape, StepTerms
@@ -55,6 +57,7 @@ class DSparkModel(BlockBackbone):
         """Loss terms of a micro-batch; see `DraftModel.forward`."""
         if last_hidden is None:
             raise ValueError("DSpark learns from the target's final states: capture with final_state true")
+        self.warm_up(hidden.device, self.fc.weight.dtype).wait()
         states = self.states(inputs, hidden, frozen.embedding)
         embedding = self.markov_head.markov_w1(inputs.previous).view(-1, inputs.block, self.markov_head.rank)
         blocks = states.view(-1, inputs.block, states.shape[-1])
@@ -65,3 +68,12 @@ class DSparkModel(BlockBackbone):
         w2 = self.markov_head.markov_w2.weight
         loss = self.shape.config.loss
         return step_terms(states, features, confidence, w2, last_hidden, frozen, inputs, loss)
+
+    def launches(self, device: torch.device, dtype: torch.dtype) -> Launches:
+        """Launches of all of the method's Triton kernels."""
+        found = [*super().launches(device, dtype)]
+        if choose_objective(device, dtype).name == "triton":
+            from specforge_kernels.dspark_objective.triton import warm_up_objective
+
+            found += warm_up_objective(self.shape.vocab_size, self.confidence_head is not None, dtype, device)
+        return found

@@ -1,0 +1,80 @@
+"""A step launches the Triton kernels that the warm-up launches, specialised in the same way: nothing is left
+to compile after it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tiny_drafts import frozen_target, make_batch, make_shape
+
+from specforge_kernels.anchored_attention import api as attention
+from specforge_kernels.draft_layer import api as layer
+from specforge_kernels.dspark_objective import api as objective
+from specforge_kernels.policy import Choice
+from specforge_train.frozen import FrozenTarget
+from specforge_train.methods import backbone
+from specforge_train.methods.dspark import DSpark, model
+from specforge_train.parallel import shard
+
+if TYPE_CHECKING:
+    from specforge_train.parallel import World
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 5},
+    "no confidence": {"confidence": {"enabled": False}},
+}
+BATCHES = [
+    [[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 1], [0, 1, 0]],
+    [[1] * 17],
+    [[1] * 300],
+    [[0, 1, 1]],
+    [[0, 1]],
+]
+"""Loss masks of packed documents; the last one holds no anchor."""
+
+Launched = set[tuple[str, str]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Each launch's kernel and what Triton compiles it for, on Hopper. Nothing runs."""
+    pytest.importorskip("triton", reason="Triton comes with torch on Linux")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    compiler, found = make_backend(GPUTarget("cuda", 90, 32)), set()
+
+    def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        bind = create_function_from_signature(kernel.signature, kernel.params, compiler)
+        _, specialization, options = bind(*arguments, **options)
+        found.add((kernel.fn.__name__, f"{specialization} {options}"))
+
+    monkeypatch.setattr(JITFunction, "run", record)
+    for module in (attention, layer, objective, backbone, model):
+        for name in ("choose_attention", "choose_layer", "choose_objective"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *_: Choice("triton", "so that a CPU launches it"))
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_warm_up_leaves_nothing_to_compile(variant: str, launched: Launched, world: "World") -> None:
+    method, shape = DSpark(), make_shape(**VARIANTS[variant])
+    target = frozen_target()
+    frozen = FrozenTarget(target.embedding.to(BF16), target.head.to(BF16))
+    draft = shard(method.build(shape), world, BF16)
+    draft.init_weights(0)
+    draft.warm_up(CPU, BF16).wait()
+    warmed = launched.copy()
+    assert len({name for name, _ in warmed}) == 11
+    launched.clear()
+    for masks in BATCHES:
+        batch = make_batch(masks)
+        assert batch.last_hidden is not None
+        inputs = method.prepare(batch, shape, 0).to(CPU)
+        draft(inputs, batch.hidden.to(BF16), batch.last_hidden.to(BF16), frozen).loss.backward()
+    assert launched == warmed
