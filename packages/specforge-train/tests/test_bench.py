@@ -15,4 +15,4 @@ def test_both_declared_steps_are_timed(tmp_path: Path, capsys) -> None:
     reports = {report["name"]: report for report in json.loads(record.read_text())}
     assert reports.keys() == {"dspark", "trainer"}
     assert reports["dspark"]["parameters"] == reports["trainer"]["parameters"] > 100_000
-    assert all(report["packed"][0] > 0 for report in reports.values())
+    assert all(report["packed"]["over_single"] > 0 for report in reports.values())

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--against", default="", help="peers, separated by commas: specforge, speculators")
     bench.add_argument("--wheels", type=Path, help="folder with the peers' wheels, unpacked")
     bench.add_argument(
-        "--seeds", type=int, nargs="+", default=[7, 8], help="of the 24 lengths, a table for each"
+        "--seeds", type=int, nargs="+", default=[7, 8], help="of the lengths, 24 and a table for each"
     )
     bench.add_argument(
         "--at", type=int, nargs="*", default=[256, 1024, 2048, 3911], help="lengths to time alone too"
@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", help="module with our steps, where no package is installed")
     bench.add_argument("--only", help="of our steps, those to time, separated by commas")
     bench.add_argument("--json", type=Path, help="file for every figure")
-    bench.add_argument("--tiny", action="store_true", help="small shapes, to try it out without a GPU")
+    bench.add_argument(
+        "--tiny", action="store_true", help="small shapes and eight lengths, to try it out on a CPU"
+    )
     return top
 
 
@@ -71,8 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_bench(arguments: argparse.Namespace, device: "torch.device") -> None:
     """Measure and print whole steps."""
     from .bench.compare import TINY, as_json, compare, find_steps
-    from .bench.steps import StepShapes
+    from .bench.steps import StepShapes, draw_lengths
 
+    tiny = (4, 128) if arguments.tiny else ()
     try:
         steps = find_steps(arguments.steps)
         if arguments.only:
@@ -81,8 +84,8 @@ def run_bench(arguments: argparse.Namespace, device: "torch.device") -> None:
             steps,
             [name for name in arguments.against.split(",") if name],
             arguments.wheels,
-            seeds=arguments.seeds,
-            shapes=TINY if arguments.tiny else StepShapes(),
+            lengths={seed: draw_lengths(seed, *tiny) for seed in arguments.seeds},
+            shapes=TINY if tiny else StepShapes(),
             device=device,
             at=arguments.at,
         )

@@ -6,7 +6,7 @@ bf16 as the peers keep them) and `trainer` (float32 master weights under FSDP, a
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .peers import find_peer
-from .steps import Build, Report, StepShapes, draw_lengths, measure_steps, print_reports
+from .steps import Build, Report, StepShapes, measure_steps, print_reports
 
 GROUP = "specforge_kernels.steps"
 
@@ -47,18 +47,18 @@ def compare(
     peers: Sequence[str],
     wheels: Path | None,
     *,
-    seeds: Sequence[int],
+    lengths: Mapping[int, Sequence[int]],
     shapes: StepShapes,
     device: torch.device,
     at: Sequence[int],
 ) -> list[list[Report]]:
-    """Measure all contenders on the lengths of each seed, and print a table after each contender.
+    """Measure all contenders on the lengths of each seed, and print their tables after each contender.
 
     Args:
         steps: ours; the first one is what the others' ratios are to.
         peers: names that `find_peer` knows.
         wheels: folder of the peers' wheels, unpacked.
-        seeds: of the 24 lengths.
+        lengths: seed -> sequence lengths drawn from it.
         shapes: sizes of target and draft.
         device: where steps run.
         at: lengths that are also timed alone.
@@ -72,13 +72,12 @@ def compare(
     for name in peers:
         assert wheels is not None
         builds[name] = find_peer(name, wheels)
-    first, *others = seeds
-    tables = [[] for _ in seeds]
+    tables: list[list[Report]] = [[] for _ in lengths]
     for name, build in builds.items():
-        reports = measure_steps(name, build, shapes, draw_lengths(seed=first), at, device, others)
+        reports = measure_steps(name, build, shapes, list(lengths.values()), at, device)
         for table, report in zip(tables, reports, strict=True):
             table.append(report)
-        for seed, table in zip(seeds, tables, strict=True):
+        for seed, table in zip(lengths, tables, strict=True):
             print(f"lengths of seed {seed}")
             print_reports(table)
             print(flush=True)

@@ -22,6 +22,8 @@ from torch import Tensor
 UNSUPERVISED = 0.3
 PACKED = 4
 """Sequences of a packed step."""
+TURNS = 3
+"""Times that a packed step and its sequences alone are timed, in turns."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,17 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class PackedReport:
+    """Steps over four packed sequences, timed in turns with steps over each of them alone."""
+
+    samples_per_s: float
+    over_single: float
+    """Their samples/s over those of the same sequences alone."""
+    peak: float
+    """GiB allocated at most."""
+
+
+@dataclass(frozen=True)
 class Report:
     """What was measured of one contender."""
 
@@ -117,14 +130,14 @@ class Report:
     """Length -> median of five steps."""
     peak: float
     """GiB allocated at most by steps of one sequence."""
-    packed: tuple[float, float] | None
-    """Samples/s and GiB at most of steps over four packed sequences; None where the trainer cannot pack."""
+    packed: PackedReport | None
+    """None where the trainer cannot pack."""
 
 
-def draw_lengths(count: int = 24, seed: int = 7) -> list[int]:
+def draw_lengths(seed: int = 7, count: int = 24, longest: int = 3911) -> list[int]:
     """Log-normal sequence lengths from 43 to 3911 tokens, as in the published colocated run."""
     generator = random.Random(seed)
-    return [min(3911, max(43, int(math.exp(generator.gauss(6.5, 0.8))))) for _ in range(count)]
+    return [min(longest, max(43, int(math.exp(generator.gauss(6.5, 0.8))))) for _ in range(count)]
 
 
 def draw_sample(shapes: StepShapes, lengths: Sequence[int], device: torch.device) -> Sample:
@@ -176,23 +189,21 @@ def measure_steps(
     name: str,
     build: Build,
     shapes: StepShapes,
-    lengths: Sequence[int],
+    lengths: Sequence[Sequence[int]],
     at: Sequence[int],
     device: torch.device,
-    more_seeds: Sequence[int] = (),
 ) -> list[Report]:
-    """First pass, two steady passes over `lengths`, five steps at each length of `at`, packed steps; then
-    steady passes over the lengths of further seeds, a report each. Frees the contender.
+    """A report for each of `lengths`: first pass, two steady passes, five steps at each length of `at` (for
+    the first report), packed steps in turns with single ones. Frees the contender.
     """
     torch.manual_seed(0)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     contender = build(shapes, device)
-    reports = [_measure(name, contender, shapes, lengths, at, device)]
-    for seed in more_seeds:
-        other = draw_lengths(len(lengths), seed)
-        reports.append(_measure(name, contender, shapes, other, (), device))
+    first, *others = lengths
+    reports = [_measure(name, contender, shapes, first, at, device)]
+    reports += [_measure(name, contender, shapes, other, (), device) for other in others]
     contender.close()
     del contender
     gc.collect()
@@ -209,8 +220,8 @@ def _measure(
     at: Sequence[int],
     device: torch.device,
 ) -> Report:
-    def step(size: int) -> StepTime:
-        return time_step(contender, draw_sample(shapes, [size], device), device)
+    def step(*sizes: int) -> StepTime:
+        return time_step(contender, draw_sample(shapes, sizes, device), device)
 
     start = time.perf_counter()
     for size in lengths:
@@ -227,21 +238,27 @@ def _measure(
         _combine(steady, lambda values: sum(values) / len(values)),
         at_lengths,
         peak,
-        _packed(contender, shapes, lengths, device) if contender.packs else None,
+        _measure_packed(step, lengths, device) if contender.packs else None,
     )
 
 
-def _packed(
-    contender: Contender, shapes: StepShapes, lengths: Sequence[int], device: torch.device
-) -> tuple[float, float]:
+def _measure_packed(
+    step: Callable[..., StepTime], lengths: Sequence[int], device: torch.device
+) -> PackedReport:
+    """Every four lengths alone and then packed, in turns, so that both meet the same clock of the device.
+
+    The medians of `TURNS` turns, after one that is not counted.
+    """
     groups = [lengths[i : i + PACKED] for i in range(0, len(lengths) - PACKED + 1, PACKED)]
-    times = [
-        time_step(contender, draw_sample(shapes, group, device), device).total
-        for _ in range(3)
-        for group in groups
+    turns = [
+        [(sum(step(size).total for size in group), step(*group).total) for group in groups]
+        for _ in range(1 + TURNS)
     ]
-    steady = times[len(groups) :]
-    return 1e3 * PACKED * len(steady) / sum(steady), _peak(device)
+    medians = [
+        [median(times) for times in zip(*of_group, strict=True)] for of_group in zip(*turns[1:], strict=True)
+    ]
+    alone, packed = (sum(times) for times in zip(*medians, strict=True))
+    return PackedReport(1e3 * PACKED * len(groups) / packed, alone / packed, _peak(device))
 
 
 def _peak(device: torch.device) -> float:
@@ -254,7 +271,9 @@ def _combine(times: Sequence[StepTime], how: Callable[[list[float]], float]) -> 
 
 
 def print_reports(reports: Sequence[Report]) -> None:
-    """One row a contender; `ratio` is the first one's samples/s over its own."""
+    """One row a contender; `ratio` is the first one's samples/s over its own, `over 1` those of its packed
+    steps over those of the same sequences alone.
+    """
     sizes = list(reports[0].at)
     heads = [
         "",
@@ -266,6 +285,7 @@ def print_reports(reports: Sequence[Report]) -> None:
         *(f"S={s}" for s in sizes),
         "GiB",
         f"{PACKED} packed",
+        "over 1",
         "GiB",
     ]
     rows = [heads]
@@ -281,7 +301,7 @@ def print_reports(reports: Sequence[Report]) -> None:
                 _phases(report.mean),
                 *(_phases(report.at[size]) for size in sizes),
                 f"{report.peak:.1f}",
-                *_packed_cells(report),
+                *_packed_cells(report.packed),
             ]
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
@@ -289,11 +309,10 @@ def print_reports(reports: Sequence[Report]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def _packed_cells(report: Report) -> tuple[str, str]:
-    if report.packed is None:
-        return "-", "-"
-    rate, gib = report.packed
-    return f"{rate:.2f}", f"{gib:.1f}"
+def _packed_cells(packed: PackedReport | None) -> tuple[str, str, str]:
+    if packed is None:
+        return "-", "-", "-"
+    return f"{packed.samples_per_s:.2f}", f"{packed.over_single:.2f}", f"{packed.peak:.1f}"
 
 
 def _phases(times: StepTime) -> str:
