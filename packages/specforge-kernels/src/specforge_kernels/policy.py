@@ -2,6 +2,8 @@
 it.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +26,28 @@ class Choice:
     reason: str
 
 
+_forced: Choice | None = None
+
+
+@contextmanager
+def forced(name: str) -> Generator[None]:
+    """Inside, every operation runs by its implementation `triton` or `reference`, whatever this file says: to
+    compare the two. It holds for all threads; a backward keeps to the choice of its forward.
+
+    Raises:
+        ValueError: another name.
+    """
+    global _forced
+    if name not in LAYER_BACKENDS:
+        raise ValueError(f"cannot force {name!r}: choose one of {', '.join(LAYER_BACKENDS)}")
+    before, _forced = _forced, Choice(name, "forced")
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@cache
 def triton_unsupported_reason(device: torch.device) -> str | None:
     """Why Triton kernels cannot run here, or None."""
     if device.type != "cuda":
@@ -71,6 +95,7 @@ def flex_unsupported_reason(device: torch.device, head_dim: int) -> str | None:
     return triton_unsupported_reason(device)
 
 
+@cache
 def flash_unsupported_reason(device: torch.device) -> str | None:
     """Why FlexAttention's FLASH kernels (CuTe) cannot run here, or None."""
     if device.type != "cuda":
@@ -83,7 +108,6 @@ def flash_unsupported_reason(device: torch.device) -> str | None:
     return None
 
 
-@cache
 def choose_attention(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
@@ -96,6 +120,8 @@ def choose_attention(
     Blackwell takes FlexAttention's FLASH kernels where they are installed. Elsewhere our own kernel, then
     FlexAttention's Triton kernels, then `scaled_dot_product_attention`.
     """
+    if _forced:
+        return _forced
     if device.type == "cpu":
         return Choice("sdpa", "a CPU: scaled_dot_product_attention over tiles of blocks")
     flash = flash_unsupported_reason(device)
@@ -110,9 +136,10 @@ def choose_attention(
     return Choice("sdpa", f"scaled_dot_product_attention over tiles of blocks ({flex})")
 
 
-@cache
 def choose_objective(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Choice:
     """The implementation of `dspark_objective`."""
+    if _forced:
+        return _forced
     if dtype not in (torch.bfloat16, torch.float32):
         return Choice("reference", f"plain torch in chunks of slots: the fused kernels take no {dtype}")
     reason = triton_unsupported_reason(device)
@@ -123,11 +150,12 @@ def choose_objective(device: torch.device, dtype: torch.dtype = torch.bfloat16) 
     return Choice("reference", f"plain torch in chunks of slots ({reason})")
 
 
-@cache
 def choose_layer(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, hidden: int = 4096, head_dim: int = 128
 ) -> Choice:
     """The implementation of `draft_layer`."""
+    if _forced:
+        return _forced
     reason = layer_unsupported_reason(device, dtype, hidden, head_dim)
     if reason is None:
         return Choice(

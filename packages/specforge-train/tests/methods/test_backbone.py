@@ -2,19 +2,16 @@
 to compile after it.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from tiny_drafts import frozen_target, make_batch, make_shape
 
-from specforge_kernels.anchored_attention import api as attention
-from specforge_kernels.draft_layer import api as layer
-from specforge_kernels.dspark_objective import api as objective
-from specforge_kernels.policy import Choice
+from specforge_kernels.policy import forced
 from specforge_train.frozen import FrozenTarget
-from specforge_train.methods import backbone
-from specforge_train.methods.dspark import DSpark, model
+from specforge_train.methods.dspark import DSpark
 from specforge_train.parallel import shard
 
 if TYPE_CHECKING:
@@ -39,7 +36,7 @@ Launched = set[tuple[str, str]]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """Each launch's kernel and what Triton compiles it for, on Hopper. Nothing runs."""
     pytest.importorskip("triton", reason="Triton comes with torch on Linux")
     from triton.backends.compiler import GPUTarget
@@ -54,11 +51,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         found.add((kernel.fn.__name__, f"{specialization} {options}"))
 
     monkeypatch.setattr(JITFunction, "run", record)
-    for module in (attention, layer, objective, backbone, model):
-        for name in ("choose_attention", "choose_layer", "choose_objective"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, lambda *_: Choice("triton", "so that a CPU launches it"))
-    return found
+    with forced("triton"):
+        yield found
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -66,9 +60,11 @@ def test_the_warm_up_leaves_nothing_to_compile(variant: str, launched: Launched,
     method, shape = DSpark(), make_shape(**VARIANTS[variant])
     target = frozen_target()
     frozen = FrozenTarget(target.embedding.to(BF16), target.head.to(BF16))
-    draft = shard(method.build(shape), world, BF16)
+    draft = method.build(shape)
+    shard(draft, world, BF16)
     draft.init_weights(0)
-    draft.warm_up(CPU, BF16).wait()
+    for launch in draft.launches(CPU, BF16):
+        launch()
     warmed = launched.copy()
     assert len({name for name, _ in warmed}) == 11
     launched.clear()

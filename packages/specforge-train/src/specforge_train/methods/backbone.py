@@ -161,7 +161,9 @@ class BlockBackbone(DraftModel):
     def warm_up(self, device: torch.device, dtype: torch.dtype) -> WarmUp:
         """See `DraftModel.warm_up`."""
         if self._warm_up is None:
-            self._warm_up = WarmUp(self.launches(device, dtype), device)
+            # Nowhere else are kernels compiled.
+            launches = self.launches(device, dtype) if device.type == "cuda" else ()
+            self._warm_up = WarmUp(launches, device)
         return self._warm_up
 
     def launches(self, device: torch.device, dtype: torch.dtype) -> Launches:
