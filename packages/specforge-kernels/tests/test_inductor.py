@@ -1,11 +1,16 @@
+import os
+from pathlib import Path
+
 import pytest
-import torch._inductor.config as inductor_config
 
-from specforge_kernels.inductor import keep_aten_gemms
+from specforge_kernels.inductor import keep_compiled
 
 
-@pytest.mark.parametrize(("before", "after"), [("TRITON", "ATEN,TRITON"), ("TRITON,ATEN", "TRITON,ATEN")])
-def test_aten_is_always_among_the_candidates(before: str, after: str) -> None:
-    with inductor_config.patch(max_autotune_gemm_backends=before):
-        assert keep_aten_gemms() == after
-        assert inductor_config.max_autotune_gemm_backends == after
+def test_compiled_kernels_outlive_the_run_where_the_user_wants_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "TRITON_CACHE_DIR": "elsewhere"}
+    monkeypatch.setattr(os, "environ", environment)
+    keep_compiled()
+    assert environment["TRITON_CACHE_DIR"] == "elsewhere"
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "specforge" / "inductor")

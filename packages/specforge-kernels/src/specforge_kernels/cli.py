@@ -99,7 +99,6 @@ def print_status(device: "torch.device") -> None:
     """Device, torch and each operation's choice."""
     import torch
 
-    from .inductor import keep_aten_gemms
     from .policy import choose_attention, choose_layer, choose_objective
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -111,7 +110,8 @@ def print_status(device: "torch.device") -> None:
     ):
         print(f"{operation}: {choice.name} - {choice.reason}")
     print(
-        f"compiled GEMM candidates: {keep_aten_gemms()} - ATEN kept, for lengths that every template rejects"
+        "matrix products: aten - called as they are: Inductor compiles none, so there is no length for which "
+        "it would reject all of its candidates (NoValidChoicesError)"
     )
 
 
