@@ -15,8 +15,8 @@ of one, computing in bfloat16 on a GPU and float32 on a CPU; clipping, AdamW, wa
 `--data tiny-target` captures the states of recipes/tiny-target over its chats. `--data chain` is a target
 made up at any size: each document follows one of four Markov chains over 1024 tokens, and the target is right
 about the chain. Its captured states tell token and chain under noise, so that a draft has to look at its
-context to know the chain, and learns. Its default sizes are below Qwen3-8B's because the plain path holds the
-scores of all pairs, heads x slots x (tokens + slots) in float32 more than once a layer: 4 GiB a copy at 3911
+context to know the chain, and learns. Its default sizes are below Qwen3-8B's because the plain path keeps the
+probabilities of all pairs, heads x slots x (tokens + slots) in float32, of each layer: 3.2 GiB each at 3911
 tokens and 32 heads.
 
 The exit status is 1 if the losses of a step differ by more than `--limit`, or if the draft has not learned.
