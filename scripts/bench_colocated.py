@@ -10,7 +10,7 @@
 It writes a target's `config.json` and pre-tokenised random rows, runs the recipe qwen3-8b-dspark-colocated
 over them by `specforge-launch run`, one row a rank and step, and reads the run's records. Row lengths are
 log-normal between 43 and 185 below the limit of `--max-length`, both among the first rows; 30% of each row
-are unsupervised. A row of metrics is written each step, so each step waits for the device.
+are unsupervised. A row of metrics is written each step, once the next one is queued.
 
 Every node of `--nodes` is a launcher of its own on this machine, with its own GPUs. `--set section.key=value`
 changes any further setting of the recipe.

@@ -21,8 +21,7 @@ def test_rows_events_and_totals_of_a_window(tmp_path: Path, world: World) -> Non
         head = dict.fromkeys(HOST_SUMS, 0.0) | {"weights": 2.0, "samples": 4.0, "dropped": 1.0}
         facts = {"step": step, "epoch": 0, "first": 4 * step, "count": 4, "lr": 0.1, "grad_norm": 1.0}
         recorder.add_step(facts, head, {"loss": (loss, 2.0), "accuracy": (1.0, 4.0)}, total_steps=9)
-    recorder.close_window(lambda: TinyStats(capture_seconds=2.0, tokens=400, staged_bytes=7))
-    recorder.close_window(lambda: TinyStats(0.0, 0, 0))
+    recorder.close_window(recorder.measure(TinyStats(capture_seconds=2.0, tokens=400, staged_bytes=7)))
     recorder.add_evaluation(2, DecodeCounts.zeros(2))
     recorder.close()
     row, evaluation = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

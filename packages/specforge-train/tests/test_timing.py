@@ -16,12 +16,14 @@ def test_clock_separates_capture_training_and_the_rest() -> None:
         with clock.span("train"):
             time.sleep(0.02)
     time.sleep(0.02)
-    first, second = clock.read(), clock.read()
+    laps = clock.lap(), clock.lap()
+    first, second = (lap.read() for lap in laps)
     assert first.capture >= 0.02
     assert first.train >= 0.04
     assert first.wall >= first.capture + first.train + 0.02
     assert second.capture == second.train == 0.0
     assert second.wall < first.wall
+    assert laps[1].start == laps[0].end
 
 
 def test_performance_is_of_the_whole_world() -> None:

@@ -80,6 +80,33 @@ def test_a_stop_request_is_honoured_within_two_steps(tmp_path: Path, world: Worl
     assert [row["step"] for row in rows(tmp_path)] == [8]
 
 
+def test_a_row_is_written_once_the_next_step_is_queued(tmp_path: Path, world: World) -> None:
+    written: dict[int, int] = {}
+
+    def change(at: int, rank: int, batch: FeatureBatch) -> FeatureBatch:
+        written[at] = _rows_of(tmp_path)
+        return batch
+
+    summary = tiny_trainer(tiny_config(tmp_path), 5, world=world, change=change).train()
+    # While step n captures, the device may still be at step n - 1, whose row therefore waits.
+    assert written == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+    assert summary.last["step"] == 5
+
+
+@pytest.mark.parametrize(("log_every", "kept"), [(1, [1, 2, 3]), (2, [2])])
+def test_a_failure_loses_no_row_that_is_due(
+    tmp_path: Path, world: World, log_every: int, kept: list[int]
+) -> None:
+    def change(at: int, rank: int, batch: FeatureBatch) -> FeatureBatch | None:
+        return None if at == 4 else batch
+
+    config = tiny_config(tmp_path, training={"log_every": log_every})
+    with pytest.raises(ValueError, match="step 4 of 5: the stream of features has ended"):
+        tiny_trainer(config, 5, world=world, change=change).train()
+    assert [row["step"] for row in rows(tmp_path)] == kept
+
+
 def train_ranks(folder: str, sharding: str) -> None:
     config = tiny_config(
         Path(folder),

@@ -21,14 +21,18 @@ from specforge_config.features import FeatureBatch
 
 @dataclass(frozen=True)
 class StreamStats:
-    """What a stream did since it was last asked."""
+    """What a stream did since it was last asked, though the device may still be at it."""
 
-    capture_seconds: float
-    """Time that the target worked."""
+    captures: "_CaptureClock"
     tokens: int
     """Tokens that the target read for the whole island."""
     staged_bytes: int
     """Bytes of states of the largest staged batch."""
+
+    @property
+    def capture_seconds(self) -> float:
+        """Time that the target worked; waits until the last capture is done."""
+        return self.captures.seconds()
 
 
 class LocalRolloutStream:
@@ -87,9 +91,9 @@ class LocalRolloutStream:
         return self._store.take()
 
     def stats(self) -> StreamStats:
-        """What happened since the last call; waits for a running capture."""
-        stats = StreamStats(self._clock.seconds(), self._tokens, self._store.staged_bytes)
-        self._tokens = 0
+        """What happened since the last call. Does not wait for a capture that runs."""
+        stats = StreamStats(self._clock, self._tokens, self._store.staged_bytes)
+        self._clock, self._tokens = _CaptureClock(), 0
         self._store.reset()
         return stats
 
@@ -127,12 +131,10 @@ class _CaptureClock:
             self._events.append((start, end))
 
     def seconds(self) -> float:
-        """Seconds since the last call."""
-        for start, end in self._events:
-            end.synchronize()
-            self._seconds += start.elapsed_time(end) / 1000
-        seconds, self._seconds, self._events = self._seconds, 0.0, []
-        return seconds
+        """Seconds in all; waits for the last block's end."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1000
 
 
 def _event() -> torch.cuda.Event | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specforge_config.run import RunConfig
@@ -16,7 +17,7 @@ from specforge_train.checkpoint import Checkpoints
 from specforge_train.decode import DecodeCounts
 from specforge_train.metrics import JsonLines, Pair, Window, ratios
 from specforge_train.parallel import World
-from specforge_train.timing import Clock, peak_flops, peak_memory, performance
+from specforge_train.timing import Clock, Lap, peak_flops, peak_memory, performance
 
 TOTALS = ("wall", "capture", "train", "samples", "dropped", "skipped")
 Report = Callable[[dict[str, Any]], None]
@@ -27,7 +28,7 @@ class StreamStats(Protocol):
 
     @property
     def capture_seconds(self) -> float:
-        """Time that the target worked."""
+        """Time that the target worked; may wait until it is done."""
         ...
 
     @property
@@ -39,6 +40,16 @@ class StreamStats(Protocol):
     def staged_bytes(self) -> int:
         """Bytes of states of the largest staged batch."""
         ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What this rank measured of a window of steps, which may still be running on the device."""
+
+    lap: Lap
+    stream: StreamStats
+    memory: Mapping[str, float]
+    """Bytes of `peak_memory`."""
 
 
 class Recorder:
@@ -93,12 +104,14 @@ class Recorder:
         rate = {"samples_per_s": self.last["perf/samples_per_s"]} if self.last else {}
         self.tell("train", facts["step"], total=total_steps, **shown, **rate)
 
-    def close_window(self, stats: Callable[[], StreamStats]) -> None:
-        """Write a row over the steps since the last one, if there were any."""
+    def measure(self, stream: StreamStats) -> Measured:
+        """End the window behind the step that was queued last, and open the next one. Waits for nothing."""
+        return Measured(self.clock.lap(), stream, peak_memory(self._world.device))
+
+    def close_window(self, measured: Measured) -> None:
+        """Write a row over the steps that were added since the last one, which are those of `measured`."""
         window, self._window = self._window, Window()
-        if not window.steps:
-            return
-        times, stream = self.clock.read(), stats()
+        times, stream = measured.lap.read(), measured.stream
         mine = {
             "wall": times.wall,
             "capture": times.capture,
@@ -107,7 +120,7 @@ class Recorder:
             # Each rank of an island counts the tokens of all of it.
             "captured_tokens": stream.tokens / self._tp_size,
             "staged_bytes": float(stream.staged_bytes),
-            **peak_memory(self._world.device),
+            **measured.memory,
         }
         ranks = self._world.gather(mine)
         for name in ("wall", "capture", "train"):

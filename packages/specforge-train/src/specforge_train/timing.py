@@ -1,7 +1,7 @@
 """Where a step's time goes: capture, training, and the bubble between them.
 
-On a GPU, marks are CUDA events on the current stream, read only when a window of steps is reported: measuring
-adds no synchronisation. On a CPU they are readings of the clock.
+On a GPU, marks are CUDA events on the current stream, read once the device has passed them: measuring adds no
+synchronisation. On a CPU they are readings of the clock.
 
     bubble = wall - capture - train
 """
@@ -31,8 +31,24 @@ class Times:
     train: float
 
 
+@dataclass(frozen=True)
+class Lap:
+    """The marks of one window, which the device may still have ahead of it."""
+
+    start: Mark
+    end: Mark
+    spans: Mapping[str, Sequence[tuple[Mark, Mark]]]
+
+    def read(self) -> Times:
+        """Sum up the window. Waits until the device has passed its end."""
+        if isinstance(self.end, torch.cuda.Event):
+            self.end.synchronize()
+        totals = {kind: sum(_seconds(a, b) for a, b in spans) for kind, spans in self.spans.items()}
+        return Times(wall=_seconds(self.start, self.end), **totals)
+
+
 class Clock:
-    """Collects the spans of a window; `read` sums them and opens the next window."""
+    """Collects the spans of a window; `lap` closes it and opens the next one."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -40,8 +56,7 @@ class Clock:
 
     def restart(self) -> None:
         """Open a window here, without what was measured since the last one."""
-        self._start = self._mark()
-        self._spans: dict[str, list[tuple[Mark, Mark]]] = {"capture": [], "train": []}
+        self._open(self._mark())
 
     @contextmanager
     def span(self, kind: str) -> Generator[None]:
@@ -50,15 +65,15 @@ class Clock:
         yield
         self._spans[kind].append((start, self._mark()))
 
-    def read(self) -> Times:
-        """Sum up the window and open the next one. Waits for the device."""
-        end = self._mark()
-        if isinstance(end, torch.cuda.Event):
-            end.synchronize()
-        totals = {kind: sum(_seconds(a, b) for a, b in spans) for kind, spans in self._spans.items()}
-        times = Times(wall=_seconds(self._start, end), **totals)
-        self.restart()
-        return times
+    def lap(self) -> Lap:
+        """Close the window here and open the next one. Does not wait for the device."""
+        lap = Lap(self._start, self._mark(), self._spans)
+        self._open(lap.end)
+        return lap
+
+    def _open(self, start: Mark) -> None:
+        self._start = start
+        self._spans: dict[str, list[tuple[Mark, Mark]]] = {"capture": [], "train": []}
 
     def _mark(self) -> Mark:
         if not self._cuda:

@@ -5,8 +5,10 @@ gradients and loss weights over micro-steps and ranks, then updates. All ranks d
 whatever one of them must know of another travels in the vector that is summed once an optimizer step (loss
 weights, gradient norm, metrics, a stop request).
 
-That vector is read one step late, so that the host never waits for the device inside a step: a stop request,
-or a gradient that is not finite, shows one step later. The update itself is guarded on the device.
+That vector is read when the step after it is queued, and with it the row of metrics that ends there: the host
+stays a step ahead and never waits for the device to run empty, even where each step has its row. So a stop
+request, or a gradient that is not finite, shows one step later (the update itself is guarded on the device).
+What stands on a row, an evaluation or a checkpoint, waits for it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from specforge_train.parallel import (
     set_last_micro_step,
     shard,
 )
-from specforge_train.recorder import Recorder, Report, StreamStats
+from specforge_train.recorder import Measured, Recorder, Report, StreamStats
 from specforge_train.schedule import lr_factor
 from specforge_train.weights import warm_start
 
@@ -84,7 +86,7 @@ class TrainSummary:
     """The last row of training metrics that this start wrote; empty if there was nothing left to do."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
     """A step that is queued on the device and not read yet."""
 
@@ -92,6 +94,8 @@ class _Pending:
     lr: float
     first: tuple[int, int]
     totals: StepTotals
+    measured: Measured | None = None
+    """Of the window that ends with this step, if a row is due."""
 
 
 class Trainer:
@@ -152,9 +156,14 @@ class Trainer:
         """
         with abort_on_error(self.checkpoints.folder, self.world.rank, self.world.size, lambda: self.step):
             self.recorder.clock.restart()
-            while self.step < self.total_steps and not self._stopping:
-                self.train_step()
-                self.log_evaluate_save()
+            try:
+                while self.step < self.total_steps and not self._stopping:
+                    self.train_step()
+                    self.log_evaluate_save()
+            except BaseException:
+                if self.world.size == 1:  # a row is a collective, in which a rank that failed would wait
+                    self._settle()
+                raise
             self.log()
             if self.checkpoints.newest_step < self.step:
                 self.save()
@@ -221,12 +230,15 @@ class Trainer:
         return batch
 
     def log_evaluate_save(self) -> None:
-        """What is due after this step. A row comes before what stands on it, the checkpoint last."""
+        """What is due after this step. A row comes before what stands on it, the checkpoint last; alone it is
+        written when the next step is queued."""
         training, interval = self.config.training, self.config.evaluation.interval
         evaluate = bool(self.evaluate and interval and self.step % interval == 0)
         save = bool(training.save_every and self.step % training.save_every == 0)
-        if save or evaluate or self.step % training.log_every == 0:
+        if save or evaluate:
             self.log()
+        elif self.step % training.log_every == 0:
+            self._end_window()
         if evaluate:
             self.evaluate_draft()
         if save:
@@ -236,8 +248,8 @@ class Trainer:
 
     def log(self) -> None:
         """Wait for the last step and write a row over the steps since the last one."""
+        self._end_window()
         self._settle()
-        self.recorder.close_window(self.stream.stats)
 
     def evaluate_draft(self) -> None:
         """Decode the held-out prompts, each rank its share, and write a row over all of them."""
@@ -281,8 +293,13 @@ class Trainer:
                 warm_start(model, Path(self.config.draft.init_from))
         return model
 
+    def _end_window(self) -> None:
+        """Let a row end with the pending step, if there is one; `_settle` writes it."""
+        if self._pending and self._pending.measured is None:
+            self._pending.measured = self.recorder.measure(self.stream.stats())
+
     def _settle(self) -> None:
-        """Read the sums of the pending step, if there is one."""
+        """Read the sums of the pending step, if there is one, and write the row that ends with it."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -304,6 +321,8 @@ class Trainer:
             "grad_norm": head["norm"],
         }
         self.recorder.add_step(facts, head, metrics, self.total_steps)
+        if pending.measured:
+            self.recorder.close_window(pending.measured)
 
     def _summary(self) -> TrainSummary:
         spent = self.recorder.spent
