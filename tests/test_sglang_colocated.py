@@ -123,6 +123,23 @@ def test_the_benchmark_runs_with_dummy_weights(launcher: Path, tmp_path: Path) -
     assert all(row["dummy_weights"] for row in rows)
 
 
+def test_the_profile_of_a_step_prints(launcher: Path, tmp_path: Path) -> None:
+    script = [launcher.parent / "python", ROOT / "scripts" / "profile_colocated.py", "--shapes", "tiny"]
+    steps = ["--warm-up", "1", "--block", "1", "--profile", "1", "--folder", tmp_path]
+    done = subprocess.run(
+        [*script, *steps, "--set", "deployment.trainer.device=cpu"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    for line in ("the host waits after each step: 2 steps", "the host runs ahead: 2 steps", "run_backward"):
+        assert line in done.stdout
+    assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 8))
+
+
 def test_islands_share_the_evaluation(runs: dict[str, Path]) -> None:
     summary = json.loads((runs["islands"] / "summary.json").read_text())
     assert summary["lossless_identical"] == summary["lossless_total"] == 4
