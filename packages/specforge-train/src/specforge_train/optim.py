@@ -49,6 +49,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {name: optimizer.state[p] for name, p in model.named_parameters() if p.requires_grad}
 
 
+@torch.no_grad()  # with gradients on, each `to_local` would be a node of a graph
 def squared_norm(model: nn.Module) -> Tensor:
     """[] float64, on the device: Σ g² over this rank's shards. Summed over the ranks of `shard`, each element
     counts once.
