@@ -85,6 +85,14 @@ def test_exporting_again_gives_the_same_draft(whole: Ended, call: Callable[..., 
     weights, expected = (read_weights(folder) for folder in (tmp_path / "draft", whole.folder / "export"))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert "complete" in call("export", str(whole.folder / "export"), "--check")
+    call("export", str(whole.folder), "--format", "speculators", "--verifier", "some/target")
+    assert "complete" in call("export", str(whole.folder), "--format", "speculators", "--check")
+    exported = whole.folder / "export-speculators"
+    described = json.loads((exported / "config.json").read_text())["speculators_config"]["verifier"]
+    assert described == {"name_or_path": "some/target", "architectures": ["Qwen3ForCausalLM"]}
+    weights = read_weights(exported)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_prepare_tells_what_is_trained_on(whole: Ended, call: Callable[..., str]) -> None:

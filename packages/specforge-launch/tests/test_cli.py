@@ -92,6 +92,8 @@ def test_validate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         (["run", "RECIPE", "tracking.trackers=[wandb]"], "not implemented yet: tracking.trackers"),
         (["evaluate", "nothing"], "no recipe 'nothing'"),
         (["export", "RECIPE", "--checkpoint", "step-000007"], "no checkpoint step-000007"),
+        (["export", "RECIPE", "--target", "x"], "--target: not used by a run"),
+        (["export", "RECIPE", "--verifier", "x"], "--verifier: not used by an export for SGLang"),
         (["report", "RECIPE"], "no metrics.jsonl"),
     ],
 )

@@ -2,13 +2,17 @@ import pytest
 
 from specforge_config.draft import DSparkConfig
 from specforge_config.target import TargetShape
-from specforge_train.registry import get_method, method_of_architecture
+from specforge_train.registry import get_method, method_of_config
 
 TARGET = TargetShape(32, 64, 36, 4, 2, 8, 50, 256, 1e-6, 1e4, "float32", False)
 
 
-def test_methods_are_found_by_name_and_architecture() -> None:
-    assert get_method("dspark") is method_of_architecture(["Other", "DSparkDraftModel"])
+def test_methods_are_found_by_name_and_configuration() -> None:
+    for config in (
+        {"architectures": ["Other", "DSparkDraftModel"]},
+        {"architectures": ["DSparkSpeculator"], "speculators_model_type": "dspark"},
+    ):
+        assert get_method("dspark") is method_of_config(config)
 
 
 @pytest.mark.parametrize("name", ["dflash", "eagle3"])
@@ -18,8 +22,13 @@ def test_methods_not_built_yet_are_refused(name: str) -> None:
 
 
 def test_unknown_architectures_are_refused() -> None:
-    with pytest.raises(ValueError, match="required one of DSparkDraftModel"):
-        method_of_architecture(["LlamaForCausalLM"])
+    for config in (
+        {"architectures": ["LlamaForCausalLM"]},
+        {"architectures": ["DSparkDraftModel"], "speculators_model_type": "mtp"},
+        {},
+    ):
+        with pytest.raises(ValueError, match="required DSparkDraftModel"):
+            method_of_config(config)
 
 
 def test_sizes_left_out_are_the_targets() -> None:

@@ -210,30 +210,73 @@ def evaluate(
 
 @app.command(rich_help_panel="Results")
 def export(
-    source: Annotated[str, typer.Argument(help="A recipe or a run's folder.", show_default=False)],
+    source: Annotated[
+        str,
+        typer.Argument(help="A recipe or run's folder; to check, an exported draft.", show_default=False),
+    ],
     overrides: Overrides = None,
+    layout: Annotated[
+        Literal["sglang", "speculators"], typer.Option("--format", help="Whose layout is written.")
+    ] = "sglang",
     checkpoint: Annotated[str | None, typer.Option(help="A checkpoint's name; default: the latest.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where to write; default: export/ in the run's folder.")
+        Path | None,
+        typer.Option(help="Where to write; default: export/ or export-speculators/ in the run's folder."),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Only check what was exported before.")] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Target folder, for the check of an exported draft outside of a run's folder."),
+    ] = None,
+    verifier: Annotated[
+        str | None,
+        typer.Option(help="What a speculators export calls the target, as on a hub; default: its folder."),
+    ] = None,
 ) -> None:
-    """Write a checkpoint as SGLang reads it, and check every weight of what was written.
+    """Write a checkpoint as SGLang or speculators reads it, and check every weight of what was written.
 
-    specforge-launch export quickstart
-    specforge-launch export outputs/quickstart --checkpoint step-000120 --output my-draft
-    specforge-launch export outputs/quickstart --check
+    --check refuses a draft whose tensors are missing, unexpected, misshapen, of another type than its
+    config.json says or not finite, or whose config.json an engine would read differently.
+
+      specforge-launch export quickstart
+      specforge-launch export outputs/quickstart --checkpoint step-000120 --output my-draft
+      specforge-launch export outputs/quickstart --format speculators
+      specforge-launch export my-draft --check --target my-target
     """
-    from specforge_launch.drafts import check_exported, export_checkpoint, find_run
+    from specforge_launch.drafts import check_exported, check_folder, export_checkpoint, find_run
     from specforge_launch.resolve import resolve
 
-    config = find_run(source, overrides or [])
-    folder = output or Path(config.folder) / "export"
-    if check:
-        check_exported(resolve(config), folder)
+    if (Path(source) / "config.json").is_file():
+        if not check:
+            raise ValueError(
+                f"{source} is an exported draft; required: its run's folder or recipe, or --check to check it"
+            )
+        _refuse_unused(
+            "the check of an exported draft", checkpoint=checkpoint, output=output, verifier=verifier
+        )
+        if overrides:
+            raise ValueError(f"{', '.join(overrides)}: an exported draft has no settings; required: its run")
+        folder = Path(source)
+        check_folder(folder, target)
     else:
-        export_checkpoint(config, checkpoint, folder)
+        _refuse_unused("a run, whose target is target.path", target=target)
+        if check:
+            _refuse_unused("the check of a run's export", checkpoint=checkpoint, verifier=verifier)
+        if layout == "sglang":
+            _refuse_unused("an export for SGLang, which names no target", verifier=verifier)
+        config = find_run(source, overrides or [])
+        default = "export" if layout == "sglang" else f"export-{layout}"
+        folder = output or Path(config.folder) / default
+        if check:
+            check_exported(resolve(config), folder)
+        else:
+            export_checkpoint(config, checkpoint, folder, layout, verifier)
     out.print(f"{folder}: {'complete' if check else 'exported'}", highlight=False, soft_wrap=True)
+
+
+def _refuse_unused(what: str, **options: object) -> None:
+    if given := [f"--{name}" for name, value in options.items() if value is not None]:
+        raise ValueError(f"{', '.join(given)}: not used by {what}; required: leave out")
 
 
 @app.command(rich_help_panel="Results")

@@ -4,22 +4,30 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from specforge_capture.prompts.chat import ChatRenderer, has_tokenizer, load_tokenizer
+from specforge_capture.prompts.special_tokens import resolve_mask_token, resolve_special_tokens
 from specforge_capture.targets.gguf import with_saved_target
 from specforge_config.loading import load_run
 from specforge_config.run import RunConfig
+from specforge_config.target import TargetShape, read_target_shape
 from specforge_launch import recipe as recipes
 from specforge_launch.resolve import Resolved, resolve
 from specforge_launch.run_folder import RunFolder
-from specforge_train.export.sglang import check_export, export_sglang, load_exported
+from specforge_train.export.folder import check_export, load_exported
+from specforge_train.export.sglang import export_sglang
+from specforge_train.export.speculators import export_speculators
 from specforge_train.frozen import FrozenTarget, load_frozen, random_frozen
-from specforge_train.methods.base import DraftShape
+from specforge_train.methods.base import DraftShape, Verifier
 from specforge_train.registry import get_method
 from specforge_train.weights import read_weights
+
+Layout = Literal["sglang", "speculators"]
+"""Whose layout a draft is exported in."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +100,25 @@ def frozen_of(resolved: Resolved, dtype: torch.dtype, device: torch.device) -> F
     return load_frozen(config.target.path, **keys, dtype=dtype, device=device)
 
 
-def export_checkpoint(config: RunConfig, checkpoint: str | None, folder: Path) -> None:
-    """Write a run's checkpoint to `folder` as SGLang reads it, and check it.
+def export_checkpoint(
+    config: RunConfig,
+    checkpoint: str | None,
+    folder: Path,
+    layout: Layout = "sglang",
+    verifier: str | None = None,
+) -> None:
+    """Write a run's checkpoint to `folder`, and check it.
+
+    Args:
+        config: the run.
+        checkpoint: name of one of its checkpoints; the newest whole one by default.
+        folder: where to write.
+        layout: which engine's.
+        verifier: what a speculators export calls the target; its folder by default.
 
     Raises:
         ValueError: if there is no such checkpoint, if it is not the draft that the configuration describes,
-            or if it was trained with dummy weights.
+            if it was trained with dummy weights, or if speculators would compute it differently.
     """
     if config.dummy_weights:
         raise ValueError(
@@ -106,23 +127,74 @@ def export_checkpoint(config: RunConfig, checkpoint: str | None, folder: Path) -
         )
     path = checkpoint_path(config, checkpoint)
     resolved = resolve(config)
-    export_sglang(read_weights(path), shape_of(resolved), folder)
+    state, shape = read_weights(path), shape_of(resolved)
+    if layout == "sglang":
+        export_sglang(state, shape, folder)
+    else:
+        export_speculators(state, shape, folder, _verifier_of(config, verifier))
     check_exported(resolved, folder)
 
 
 def check_exported(resolved: Resolved, folder: Path) -> None:
-    """Check that an export is complete and names the layers and the mask token of the run's capture.
+    """Check that an export is complete, fits the run's target, and names the layers and the mask token of the
+    run's capture.
 
     Raises:
         ValueError: naming what differs.
     """
     served = check_export(folder)
+    _require_target(folder, served, resolved.target)
     wanted = {"target_layer_ids": resolved.spec.layer_ids, "mask_token_id": resolved.mask_token_id}
     found = {"target_layer_ids": served.layer_ids, "mask_token_id": served.mask_token_id}
     if found != wanted:
         raise ValueError(
             f"{folder} was exported for {found}, but the run captures with {wanted}: export it again"
         )
+
+
+def check_folder(folder: Path, target: str | None) -> None:
+    """Check that an exported draft is complete. Where it lies in a run's folder it is checked against the
+    run, else against `target` with its tokenizer, if that is given.
+
+    Raises:
+        ValueError: naming what is wrong, or where target or tokenizer do not fit.
+    """
+    beside = RunFolder(folder.absolute().parent).resolved
+    if beside.is_file():
+        overrides = [f"target.path={json.dumps(target)}"] if target else []
+        check_exported(resolve(with_saved_target(load_run(beside, overrides))), folder)
+        return
+    served = check_export(folder)
+    if target is None:
+        return
+    shape = read_target_shape(target)
+    _require_target(folder, served, shape)
+    if has_tokenizer(target):
+        tokenizer = load_tokenizer(target)
+        # Added tokens may lie beyond the rows, as a padding token that is never embedded does.
+        if tokenizer.vocab_size > served.vocab_size:
+            raise ValueError(
+                f"the tokenizer of {target} has {tokenizer.vocab_size} tokens, required at most "
+                f"{served.vocab_size}, the vocabulary of {folder}: pass --target the draft's own target"
+            )
+        special = resolve_special_tokens(tokenizer, target, ChatRenderer(tokenizer))
+        resolve_mask_token(tokenizer, shape.vocab_size, served.mask_token_id, special)
+
+
+def _require_target(folder: Path, served: DraftShape[Any], target: TargetShape) -> None:
+    names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_target_layers": "num_layers"}
+    faults = [
+        f"{name} is {getattr(served, name)}, required {getattr(target, of_target)}"
+        for name, of_target in names.items()
+        if getattr(served, name) != getattr(target, of_target)
+    ]
+    if faults:
+        raise ValueError(f"{folder} is a draft for another target:\n  " + "\n  ".join(faults))
+
+
+def _verifier_of(config: RunConfig, name: str | None) -> Verifier:
+    described = json.loads((Path(config.target.path) / "config.json").read_text())
+    return Verifier(name or config.target.path, tuple(described.get("architectures") or ()))
 
 
 def shape_of(resolved: Resolved) -> DraftShape[Any]:

@@ -1,5 +1,8 @@
 """The draft methods. A new one is a folder under `methods/` and a line here."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from specforge_train.methods.base import Method
 from specforge_train.methods.dspark import DSpark
 
@@ -20,14 +23,15 @@ def get_method(name: str) -> Method:
     )
 
 
-def method_of_architecture(architectures: list[str]) -> Method:
-    """The method that serves under one of `architectures`, the field of a `config.json`.
+def method_of_config(config: Mapping[str, Any]) -> Method:
+    """The method of an exported draft: speculators names it, for SGLang `architectures` stands for it.
 
     Raises:
-        ValueError: if none does.
+        ValueError: if it is none of these.
     """
+    named, architectures = config.get("speculators_model_type"), config.get("architectures") or []
     for method in METHODS:
-        if method.architecture in architectures:
+        if named == method.name or (named is None and method.architecture in architectures):
             return method
-    known = ", ".join(m.architecture for m in METHODS)
-    raise ValueError(f"config.json names the architectures {architectures}, required one of {known}")
+    known = " or ".join(f"{m.architecture} (speculators: {m.name})" for m in METHODS)
+    raise ValueError(f"config.json is of {named or architectures}, required {known}")

@@ -35,7 +35,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if newest := newest_checkpoint(path):
         return _read_checkpoint(newest)
     if (path / "config.json").is_file():
-        from specforge_train.export.sglang import load_exported
+        from specforge_train.export.folder import load_exported
 
         return dict(load_exported(path)[1])
     raise ValueError(

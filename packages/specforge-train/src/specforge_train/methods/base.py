@@ -93,6 +93,16 @@ def resolve_shape(draft: DraftT, target: TargetShape, mask_token_id: int) -> Dra
 
 
 @dataclass(frozen=True)
+class Verifier:
+    """The target, as an exported draft names it."""
+
+    name: str
+    """Its folder, or its name on a hub."""
+    architectures: tuple[str, ...]
+    """`architectures` of its `config.json`."""
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """What a method derives from a batch's tokens alone, on the host, before the states are needed."""
 
@@ -225,5 +235,17 @@ class Method(Protocol):
         ...
 
     def served_shape(self, config: Mapping[str, Any]) -> DraftShape[Any]:
-        """The sizes of a draft that is served under `config`. Raises ValueError naming missing fields."""
+        """The sizes of a draft under `config`, SGLang's or that of speculators. Raises ValueError naming
+        missing fields and those that contradict each other.
+        """
+        ...
+
+    def served_faults(self, config: Mapping[str, Any]) -> list[str]:
+        """What an engine would misread under `config`, which `served_shape` accepts: a line a field."""
+        ...
+
+    def speculators_config(self, shape: DraftShape[Any], dtype: str, verifier: Verifier) -> dict[str, Any]:
+        """The `config.json` under which speculators loads the draft. Raises ValueError for a draft that it
+        would compute differently.
+        """
         ...

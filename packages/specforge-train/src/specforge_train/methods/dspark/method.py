@@ -7,8 +7,8 @@ from specforge_config.draft import DSparkConfig
 from specforge_config.features import FeatureBatch
 from specforge_config.target import TargetShape
 from specforge_train.frozen import FrozenTarget
-from specforge_train.methods.base import DraftModel, DraftShape, StepInputs, resolve_shape
-from specforge_train.methods.dspark import served
+from specforge_train.methods.base import DraftModel, DraftShape, StepInputs, Verifier, resolve_shape
+from specforge_train.methods.dspark import served, speculators
 from specforge_train.methods.dspark.drafter import DSparkDrafter
 from specforge_train.methods.dspark.features import DSparkInputs, prepare
 from specforge_train.methods.dspark.flops import step_flops
@@ -53,4 +53,14 @@ class DSpark:
 
     def served_shape(self, config: Mapping[str, Any]) -> Shape:
         """See `Method.served_shape`."""
+        if "speculators_model_type" in config:
+            return speculators.speculators_shape(config)
         return served.served_shape(config)
+
+    def served_faults(self, config: Mapping[str, Any]) -> list[str]:
+        """See `Method.served_faults`."""
+        return [] if "speculators_model_type" in config else served.served_faults(config)
+
+    def speculators_config(self, shape: Shape, dtype: str, verifier: Verifier) -> dict[str, Any]:
+        """See `Method.speculators_config`."""
+        return speculators.speculators_config(shape, dtype, verifier)
