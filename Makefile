@@ -16,16 +16,16 @@ unexport VIRTUAL_ENV UV_PROJECT_ENVIRONMENT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.cache/inductor TRITON_CACHE_DIR=$(CURDIR)/.cache/triton
 
-SGLANG_TESTS := packages/specforge-capture/tests/sglang tests/test_sglang_colocated.py
+SGLANG_TESTS := packages/specforge-capture/tests/sglang tests/test_sglang_colocated.py tests/test_sglang_export.py
 
 UV_READY := .uv/.ready-$(UV_VERSION)
 VENV_READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-sglang lint types format lock check-lock pants wheels clean
+.PHONY: help setup quickstart test test-sglang test-speculators lint types format lock check-lock pants wheels clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
 setup: $(VENV_READY) ## Install uv and the locked workspace
 
@@ -38,6 +38,10 @@ test: setup ## Run the whole test suite
 test-sglang: setup ## Test the sglang target: real SGLang on the CPU, in an environment of its own
 	$(SGLANG_PYTHON) scripts/sglang_cpu/install.py
 	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS) --dist loadscope $(SGLANG_TESTS) $(PYTEST_ARGS)
+
+test-speculators: setup ## Test that speculators loads exported drafts: its wheel, beside the environment
+	.venv/bin/python scripts/install_speculators.py
+	$(TEST_ENV) .venv/bin/python -m pytest tests/test_speculators_export.py $(PYTEST_ARGS)
 
 lint: setup ## Check style
 	.venv/bin/ruff check
