@@ -3,6 +3,7 @@ schema's texts."""
 
 import ast
 import inspect
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -104,6 +105,18 @@ def unlike_default(section: Config) -> list[str]:
 def repeated(values: tuple[str, ...]) -> list[str]:
     """Values that occur more than once."""
     return [value for value, count in Counter(values).items() if count > 1]
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`; an IPv6 host stands in brackets, which are dropped.
+
+    Raises:
+        ValueError: saying what is required, for anything else.
+    """
+    found = re.fullmatch(r"([^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", address)
+    if found is None or not 0 < int(found[2]) < 65536:
+        raise ValueError(f"{address!r}; required: host:port with a port of 1 to 65535")
+    return found[1].strip("[]"), int(found[2])
 
 
 def _one_is_a_list(value: object) -> object:

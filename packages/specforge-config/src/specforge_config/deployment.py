@@ -1,12 +1,11 @@
 """Where the run's processes stand: a union over deployments."""
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, Tag
 
-from specforge_config.base import Config, InputPath, tagged
+from specforge_config.base import Config, InputPath, host_and_port, tagged
 
 
 class TrainerNodes(Config):
@@ -36,9 +35,10 @@ class TrainerNodes(Config):
         if self.nnodes > 1 and self.rendezvous is None:
             yield f"nnodes is {self.nnodes} and rendezvous is unset; required: host:port of the first node"
         if self.rendezvous is not None:
-            port = re.fullmatch(r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", self.rendezvous)
-            if port is None or not 0 < int(port[1]) < 65536:
-                yield f"rendezvous is {self.rendezvous!r}; required: host:port with a port of 1 to 65535"
+            try:
+                host_and_port(self.rendezvous)
+            except ValueError as error:
+                yield f"rendezvous is {error}"
 
 
 class LocalColocated(Config):

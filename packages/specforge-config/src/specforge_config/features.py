@@ -9,6 +9,8 @@ Notation: T packed tokens, B documents, K captured layers, H hidden size.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -67,6 +69,12 @@ class CaptureSpec(Config):
         if found := self.differences(other):
             rows = "\n".join(f"  {name}: {a!r} ({here}) != {b!r} ({there})" for name, (a, b) in found.items())
             raise ValueError(f"the capture contracts of {here} and {there} differ:\n{rows}")
+
+
+def spec_hash(spec: CaptureSpec) -> str:
+    """64 hex digits that name a contract: sha256 of its JSON with sorted keys and no spaces."""
+    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
