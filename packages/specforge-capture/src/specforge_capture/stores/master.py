@@ -1,0 +1,168 @@
+"""The Mooncake master: a process that knows which client holds which object, started and watched from here.
+
+It keeps no object itself: when it ends, all objects are lost, whoever holds their bytes. It listens where it
+is told and nowhere else. (The data sockets of Mooncake's clients, which each choose a free port, do listen on
+every interface: Mooncake has no setting for that.)
+"""
+
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from specforge_capture.stores.base import StoreError
+
+NOT_INSTALLED = (
+    "store.kind mooncake: Mooncake is not installed: pip install 'specforge-capture[mooncake]', on GPU hosts "
+    "[mooncake-cuda] or [mooncake-cuda13]"
+)
+CLIENT_TTL_SECONDS = 10
+"""A client that was silent for so long is gone, and its objects with it."""
+_POLL_SECONDS = 0.05
+_STOP_SECONDS = 10.0
+# The master is killed with the thread that started it (PR_SET_PDEATHSIG, which survives the exec).
+_TIED = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
+    "os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
+@dataclass(frozen=True)
+class MasterSettings:
+    """Where a master listens, and how long it waits."""
+
+    host: str = "127.0.0.1"
+    """Address that both of its ports are bound to."""
+    port: int = 50051
+    """Port of the store's clients."""
+    metrics_port: int = 50052
+    """Port of its health and metrics over HTTP."""
+    lease_seconds: float = 60.0
+    """How long an object that is being read is kept: `store.lease_seconds`."""
+    client_ttl_seconds: int = CLIENT_TTL_SECONDS
+    """How long a silent client counts as alive."""
+
+    @property
+    def address(self) -> str:
+        """`host:port` for `store.master`."""
+        return f"{self.host}:{self.port}"
+
+    def command(self) -> list[str]:
+        """The command line.
+
+        Raises:
+            ValueError: if Mooncake is not installed.
+        """
+        return [
+            str(_executable()),
+            f"--rpc_address={self.host}",
+            f"--rpc_port={self.port}",
+            f"--metrics_host={self.host}",
+            f"--metrics_port={self.metrics_port}",
+            f"--default_kv_lease_ttl={math.ceil(self.lease_seconds * 1000)}",
+            f"--client_ttl={self.client_ttl_seconds}",
+        ]
+
+    def healthy(self) -> bool:
+        """Whether a master answers there that it serves."""
+        try:
+            url = f"http://{self.host}:{self.metrics_port}/health"
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=2) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports of `host` that were free when they were looked for."""
+    sockets = [socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+@contextmanager
+def running_master(
+    settings: MasterSettings, log: Path, *, timeout: float = 30.0
+) -> Generator[subprocess.Popen[bytes]]:
+    """A master for as long as the block lasts; it never outlives the thread that started it.
+
+    Args:
+        settings: where it listens.
+        log: file that takes its output.
+        timeout: seconds until it must serve.
+
+    Raises:
+        StoreError: if it ends or does not serve in time, with the end of its log.
+        ValueError: if Mooncake is not installed.
+    """
+    process = start_master(settings, log)
+    try:
+        wait_until_healthy(settings, process, log, timeout)
+        yield process
+    finally:
+        stop_master(process)
+
+
+def start_master(settings: MasterSettings, log: Path) -> subprocess.Popen[bytes]:
+    """Start a master without waiting for it; see `running_master`."""
+    tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid())]
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            [*tied, *settings.command()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait_until_healthy(
+    settings: MasterSettings, process: subprocess.Popen[bytes], log: Path, timeout: float
+) -> None:
+    """Wait until a started master serves.
+
+    Raises:
+        StoreError: if it ends or does not serve in time, with the end of its log.
+    """
+    deadline = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < deadline:
+        # Another process on the port would answer for it: ours must still live after the answer.
+        if settings.healthy() and process.poll() is None:
+            return
+        time.sleep(_POLL_SECONDS)
+    ended = process.poll()
+    what = f"does not serve after {timeout:.0f} s" if ended is None else f"ended with code {ended}"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+    raise StoreError(f"the Mooncake master on {settings.address} {what}; the end of {log}:\n{tail}")
+
+
+def stop_master(process: subprocess.Popen[bytes]) -> None:
+    """End a master and wait for its exit, so that its ports are free again."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _executable() -> Path:
+    spec = find_spec("mooncake")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(NOT_INSTALLED)
+    return Path(spec.submodule_search_locations[0]) / "mooncake_master"
