@@ -1,10 +1,10 @@
 """Reading a target's hidden states out of an SGLang model during a prefill.
 
-The model's logits processor is replaced by one that keeps the states it is handed, so that no logits are
-computed. Layers in the middle come through SGLang's own capture switch, `set_dspark_layers_to_capture`
-(post-layer ids) where the model has it, else `set_dflash_layers_to_capture` (the same convention; SGLang
-shifts them by one itself). The latter never yields the last layer, whose output is therefore read off the
-final norm: its input plus the residual.
+The states are those that the model hands to its logits processor. In process the processor is replaced by
+one that keeps them, so that no logits are computed; in a server it stays and is watched. Layers in the middle
+come through SGLang's own capture switch, `set_dspark_layers_to_capture` (post-layer ids) where the model has
+it, else `set_dflash_layers_to_capture` (the same convention; SGLang shifts them by one itself). The latter
+never yields the last layer, whose output is therefore read off the final norm: its input plus the residual.
 
 Invariants: a prefill yields one column of [T, H] for each asked layer, in the asked order, checked each time;
 and the vocabulary head applied to the final state gives the model's own logits, checked at the start.
@@ -12,7 +12,8 @@ and the vocabulary head applied to the final state gives the model's own logits,
 Notation: T packed tokens, K captured layers, H hidden size, V vocabulary, n chosen tokens.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +35,9 @@ class _Handed:
 class _KeepStates(nn.Module):
     """Stands in for a logits processor."""
 
-    def __init__(self, processor: LogitsProcessor) -> None:
+    def __init__(self, keep: Callable[[_Handed], None]) -> None:
         super().__init__()
-        self.processor = processor
-        self.handed: _Handed | None = None
+        self._keep = keep
 
     def forward(
         self,
@@ -48,7 +48,7 @@ class _KeepStates(nn.Module):
         aux_hidden_states: Sequence[Tensor] | Tensor | None = None,
         hidden_states_before_norm: Tensor | None = None,
     ) -> LogitsProcessorOutput:
-        self.handed = _Handed(hidden_states, aux_hidden_states, lm_head, logits_metadata)
+        self._keep(_Handed(hidden_states, aux_hidden_states, lm_head, logits_metadata))
         return LogitsProcessorOutput(next_token_logits=None)
 
 
@@ -60,17 +60,31 @@ class StateReader:
         layer_ids: post-layer ids, 0-based; their order is the columns' order.
         num_layers: decoder layers of the model.
         hidden_size: H.
+        serves: the model goes on computing logits, for a server's sampler.
 
     Raises:
         ValueError: if the model offers no way to capture what is asked for, or changes its logits behind the
             head.
     """
 
-    def __init__(self, model: Any, layer_ids: Sequence[int], num_layers: int, hidden_size: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layer_ids: Sequence[int],
+        num_layers: int,
+        hidden_size: int,
+        *,
+        serves: bool = False,
+    ) -> None:
         self._layer_ids = tuple(layer_ids)
         self._width = hidden_size
         self._last: Tensor | None = None
-        self._keeper = _replace_logits_processor(model)
+        self._handed: _Handed | None = None
+        parent, place, self._processor = _logits_processor(model)
+        if serves:
+            self._processor.register_forward_pre_hook(self._watch, with_kwargs=True)
+        else:
+            setattr(parent, place, _KeepStates(self._keep))
         name, last = type(model).__name__, num_layers - 1
         switched = sorted(self._layer_ids)
         if hasattr(model, "set_dspark_layers_to_capture"):
@@ -78,7 +92,7 @@ class StateReader:
         else:
             switched = [layer for layer in switched if layer != last]
             if not hasattr(model, "set_dflash_layers_to_capture"):
-                raise ValueError(f"target.backend sglang: {name} has no switch to capture layers")
+                raise ValueError(f"{name} has no switch to capture layers")
             if switched:
                 model.set_dflash_layers_to_capture(switched)
             if last in self._layer_ids:
@@ -96,8 +110,16 @@ class StateReader:
         Raises:
             ValueError: if the model yielded other columns than it was asked for.
         """
-        handed, self._keeper.handed = self._keeper.handed, None
-        last, self._last = self._last, None
+        *columns, whole = self.take_columns(sample_ids)
+        final = whole[kept]
+        if len(final) < len(whole):
+            final = final.clone()
+        return torch.cat([column[kept] for column in columns], dim=-1), final
+
+    def take_columns(self, sample_ids: Sequence[str]) -> list[Tensor]:
+        """`take`, as K + 1 tensors of [T, H]: each asked layer's, then the final state."""
+        handed, last = self._handed, self._last
+        self.discard()
         assert handed is not None
         middle = handed.middle if handed.middle is not None else ()
         if isinstance(middle, Tensor):
@@ -112,19 +134,39 @@ class StateReader:
                 f"partial capture of {', '.join(sample_ids)}: asked for layers {list(self._layer_ids)} of "
                 f"shape {tuple(shape)}, the model yielded {found}"
             )
-        final = handed.final[kept]
-        if len(final) < len(handed.final):
-            final = final.clone()
-        return torch.cat([columns[layer][kept] for layer in self._layer_ids], dim=-1), final
+        return [columns[layer] for layer in self._layer_ids] + [handed.final]
+
+    @property
+    def seen(self) -> bool:
+        """Whether a forward has shown its states since the last `take` or `discard`."""
+        return self._handed is not None
+
+    def discard(self) -> None:
+        """Keep nothing of the forward that just ran."""
+        self._handed = self._last = None
 
     def take_with_logits(self, count: int) -> tuple[Tensor, Tensor]:
         """States [n, K * H] and logits [n, V] of the last `count` tokens of the prefill that just ran."""
-        handed = self._keeper.handed
+        handed = self._handed
         assert handed is not None
         hidden, final = self.take(("an evaluated sequence",), slice(-count, None))
         metadata = LogitsMetadata.from_forward_batch(handed.batch)
-        logits = self._keeper.processor._get_logits(final, handed.head, metadata)
+        logits = self._processor._get_logits(final, handed.head, metadata)
         return hidden, logits
+
+    def _keep(self, handed: _Handed) -> None:
+        self._handed = handed
+
+    def _watch(self, processor: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found = inspect.signature(LogitsProcessor.forward).bind(processor, *inputs, **named).arguments
+        self._keep(
+            _Handed(
+                found["hidden_states"],
+                found.get("aux_hidden_states"),
+                found["lm_head"],
+                found["logits_metadata"],
+            )
+        )
 
     def _keep_last(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
         hidden, *rest = inputs
@@ -133,7 +175,8 @@ class StateReader:
         self._last = hidden.clone() if residual is None else hidden + residual
 
 
-def _replace_logits_processor(model: nn.Module) -> _KeepStates:
+def _logits_processor(model: nn.Module) -> tuple[nn.Module, str, LogitsProcessor]:
+    """The model's logits processor, and where it lies: its parent and its name there."""
     places = [
         (parent, name)
         for parent in model.modules()
@@ -141,10 +184,7 @@ def _replace_logits_processor(model: nn.Module) -> _KeepStates:
         if isinstance(child, LogitsProcessor)
     ]
     if len(places) != 1:
-        raise ValueError(
-            f"target.backend sglang: {type(model).__name__} has {len(places)} logits processors; required: "
-            "one"
-        )
+        raise ValueError(f"{type(model).__name__} has {len(places)} logits processors; required: one")
     ((parent, name),) = places
     processor = getattr(parent, name)
     text = getattr(processor.config, "text_config", processor.config)
@@ -158,9 +198,7 @@ def _replace_logits_processor(model: nn.Module) -> _KeepStates:
             f"not implemented yet: targets whose logits are not the vocabulary head's "
             f"({type(model).__name__} has {', '.join(found)}), as the draft learns from the head alone"
         )
-    keeper = _KeepStates(processor)
-    setattr(parent, name, keeper)
-    return keeper
+    return parent, name, processor
 
 
 def _final_norm(model: nn.Module, num_layers: int) -> nn.Module:
@@ -170,6 +208,6 @@ def _final_norm(model: nn.Module, num_layers: int) -> nn.Module:
         if isinstance(layers, nn.ModuleList) and len(layers) == num_layers and isinstance(norm, nn.Module):
             return norm
     raise ValueError(
-        f"target.backend sglang: {type(model).__name__} has no final norm behind {num_layers} layers to read "
+        f"{type(model).__name__} has no final norm behind {num_layers} layers to read "
         f"the last layer from; required: draft.target_layer_ids below {num_layers - 1}"
     )
