@@ -247,8 +247,10 @@ class CaptureClient:
 
 
 def _message(text: bytes) -> str:
-    """What a server says about a failure: its `error.message`, or else the body's beginning."""
+    """What a server says about a failure: its `error.message`, or else the body's beginning. SGLang puts the
+    message of a 500 at the top."""
     try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        body = json.loads(text)
+        return str(body.get("error", body)["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
         return repr(text[:500])
