@@ -25,26 +25,15 @@ from weakref import WeakValueDictionary
 import torch
 
 from specforge_capture.refs import FeatureRef, feature_width
+from specforge_capture.sglang import hooks
 from specforge_capture.sglang.capture_model import ServedModel
 from specforge_capture.sglang.options import CaptureSettings
-from specforge_capture.sglang.plugin import require_hooks
 from specforge_capture.sink import Capture, Sink
 from specforge_capture.stores.base import StoreError, open_store
 from specforge_capture.wire import FIELD, CaptureRequest, ServerDescription
 from specforge_config.features import spec_hash
 
 _ATTRIBUTE = "_specforge_capture"
-_MANAGERS = "sglang.srt.managers"
-_LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
-_FORWARD = f"{_MANAGERS}.tp_worker.TpModelWorker.forward_batch_generation"
-_ENQUEUE = f"{_MANAGERS}.scheduler.Scheduler._add_request_to_queue"
-_ABORT = f"{_MANAGERS}.scheduler.Scheduler.abort_request"
-_INFO = f"{_MANAGERS}.scheduler.Scheduler.get_init_info"
-_RECEIVE = f"{_MANAGERS}.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests"
-_STREAM = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"
-
-HOOKED = (_LOAD, _FORWARD, _ENQUEUE, _ABORT, _INFO, _RECEIVE, _STREAM)
-"""What is hooked in a scheduler's process."""
 
 
 class _Pending:
@@ -101,16 +90,16 @@ class CaptureScheduler:
         """Captures by key, on the writing rank, until their answers are sent."""
         self._results: queue.SimpleQueue[tuple[_Pending, FeatureRef | Exception]] = queue.SimpleQueue()
 
-    def hooks(self) -> list[tuple[str, Callable[..., Any], str]]:
+    def registrations(self) -> list[tuple[str, Callable[..., Any], str]]:
         """(SGLang's function, hook, kind) of each hook."""
         return [
-            (_LOAD, self._load_model, "around"),
-            (_FORWARD, self._forward, "around"),
-            (_ENQUEUE, self._admit, "before"),
-            (_ABORT, self._abort, "after"),
-            (_INFO, self._describe, "after"),
-            (_RECEIVE, self._settle, "after"),
-            (_STREAM, self._answer, "around"),
+            (hooks.LOAD, self._load_model, "around"),
+            (hooks.FORWARD, self._forward, "around"),
+            (hooks.ENQUEUE, self._admit, "before"),
+            (hooks.ABORT, self._abort, "after"),
+            (hooks.INFORM, self._describe, "after"),
+            (hooks.RECEIVE, self._settle, "after"),
+            (hooks.STREAM, self._answer, "around"),
         ]
 
     # At the start -------------------------------------------------------------------------------------------
@@ -119,7 +108,7 @@ class CaptureScheduler:
         """The store is opened first: weights may take an hour."""
         from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        require_hooks(HOOKED)
+        hooks.require_hooked(hooks.IN_SCHEDULER)
         settings = self._settings
         if get_tensor_model_parallel_rank() == 0:
             self._sink = Sink(
@@ -135,7 +124,7 @@ class CaptureScheduler:
         return result
 
     def _describe(self, information: dict[str, Any], scheduler: Any) -> None:
-        require_hooks(HOOKED)
+        hooks.require_hooked(hooks.IN_SCHEDULER)
         information[FIELD] = ServerDescription.of(self._settings.spec).to_json()
 
     # From the queue to the sink, alike on every rank --------------------------------------------------------

@@ -2,7 +2,7 @@
 
 SGLang calls `register` in each of its processes, found through the entry-point group `sglang.srt.plugins`. In
 the process that parses the command line it adds the options; where a scheduler runs, and only if capture is
-enabled, it registers the hooks of `capture_scheduler`. SGLang logs a plugin or hook that fails and goes on
+enabled, it registers those of `capture_scheduler`. SGLang logs a plugin or hook that fails and goes on
 without it, so each side checks the other: a scheduler tells what it captures once every hook is in place, and
 the server does not open its port unless it was told.
 
@@ -12,17 +12,12 @@ and neither does anything to SGLang's own. Importing this module imports no torc
 
 import argparse
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-_SGLANG = "sglang.srt"
-_OPTIONS = f"{_SGLANG}.server_args.ServerArgs.add_cli_args"
-_PARSE = f"{_SGLANG}.server_args.ServerArgs.from_cli_args"
-_OPEN = f"{_SGLANG}.entrypoints.http_server._setup_and_run_http_server"
-
-HOOKED = (_OPTIONS, _PARSE, _OPEN)
-"""What is hooked in the server's own process; `capture_scheduler.HOOKED` names the rest."""
+from specforge_capture.sglang import hooks
 
 
 def register() -> None:
@@ -30,31 +25,16 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if multiprocessing.parent_process() is None:
-        HookRegistry.register(_OPTIONS, _add_options, HookType.AFTER)
-        HookRegistry.register(_PARSE, _parse_options, HookType.AROUND)
-    elif f"{_SGLANG}.managers.scheduler" in sys.modules:  # SGLang's detokenizer process has none
+        HookRegistry.register(hooks.OPTIONS, _add_options, HookType.AFTER)
+        HookRegistry.register(hooks.PARSE, _parse_options, HookType.AROUND)
+    elif "sglang.srt.managers.scheduler" in sys.modules:  # SGLang's detokenizer process has none
         from specforge_capture.sglang.options import CaptureSettings
 
         if (settings := CaptureSettings.published()) is not None:
             from specforge_capture.sglang.capture_scheduler import CaptureScheduler
 
-            for target, hook, kind in CaptureScheduler(settings).hooks():
+            for target, hook, kind in CaptureScheduler(settings).registrations():
                 HookRegistry.register(target, hook, HookType(kind))
-
-
-def require_hooks(targets: tuple[str, ...]) -> None:
-    """Check that SGLang applied the hooks on `targets` in this process.
-
-    Raises:
-        RuntimeError: naming those that it did not.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    if missing := [target for target in targets if target not in HookRegistry._patched]:
-        raise RuntimeError(
-            f"SGLang did not hook {', '.join(missing)} (its log says why); required: all, for captures to be "
-            "whole"
-        )
 
 
 def _add_options(result: None, parser: argparse.ArgumentParser, *rest: Any) -> None:
@@ -69,8 +49,6 @@ def _parse_options(parse: Callable[..., Any], cls: type, arguments: argparse.Nam
     Raises:
         ValueError: if the options are wrong, or do not go with SGLang's own or its version.
     """
-    import os
-
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from specforge_capture.sglang.options import VARIABLE, read_arguments, require_servable
@@ -85,9 +63,9 @@ def _parse_options(parse: Callable[..., Any], cls: type, arguments: argparse.Nam
     server_args = parse(cls, arguments)
     require_servable(server_args, settings.spec)
     settings.publish()
-    HookRegistry.register(_OPEN, _require_capture, HookType.BEFORE)
+    HookRegistry.register(hooks.OPEN, _require_capture, HookType.BEFORE)
     HookRegistry.apply_hooks()
-    require_hooks(HOOKED)
+    hooks.require_hooked(hooks.IN_SERVER)
     return server_args
 
 
