@@ -29,7 +29,7 @@ from specforge_capture.sglang import hooks
 from specforge_capture.sglang.capture_model import ServedModel
 from specforge_capture.sglang.options import CaptureSettings
 from specforge_capture.sink import Capture, Sink
-from specforge_capture.stores.base import StoreError, open_store
+from specforge_capture.stores.base import open_store
 from specforge_capture.wire import FIELD, CaptureRequest, ServerDescription
 from specforge_config.features import spec_hash
 
@@ -200,11 +200,12 @@ class CaptureScheduler:
         assert self._sink is not None
         asked = pending.asked
         if first == 0:
-            if asked.key in self._live:
-                pending.result = StoreError(f"a capture under the key {asked.key} is under way already")
+            try:
+                pending.capture = self._sink.open(asked.key, asked.sample_id, len(asked.input_ids))
+            except ValueError as error:  # its key is under way
+                pending.result = error
                 return
             self._live[asked.key] = pending
-            pending.capture = self._sink.open(asked.key, asked.sample_id, len(asked.input_ids))
         assert pending.capture is not None
         pending.capture.add(torch.cat(list(columns), dim=-1), first)
         if pending.complete:

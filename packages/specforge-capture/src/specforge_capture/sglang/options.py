@@ -25,7 +25,7 @@ from specforge_config.target import target_revision
 VARIABLE = "SPECFORGE_CAPTURE_SERVER"
 """Environment variable that carries `CaptureSettings`."""
 
-_REFUSED = {
+REFUSED = {
     "pp_size": 1,
     "dp_size": 1,
     "attn_cp_size": 1,
@@ -134,7 +134,7 @@ def require_servable(server_args: Any, spec: CaptureSpec) -> None:
 
 
 def _faults(server_args: Any, spec: CaptureSpec) -> Iterator[str]:
-    for name, wanted in _REFUSED.items():
+    for name, wanted in REFUSED.items():
         found = getattr(server_args, name)
         if found not in (wanted, None):
             yield f"{name} is {found!r}; required: {wanted!r}, as others are not implemented for captures yet"
