@@ -27,7 +27,7 @@ class StreamStats:
     tokens: int
     """Tokens that the target read for the whole island."""
     staged_bytes: int
-    """Bytes of states of the largest staged batch."""
+    """Most bytes of states that were staged at a time."""
 
     @property
     def capture_seconds(self) -> float:
@@ -89,6 +89,9 @@ class LocalRolloutStream:
         self._store.put(batch)
         del batch
         return self._store.take()
+
+    def acknowledge(self, step: int) -> None:
+        """Nothing: a rank frees its features itself."""
 
     def stats(self) -> StreamStats:
         """What happened since the last call. Does not wait for a capture that runs."""

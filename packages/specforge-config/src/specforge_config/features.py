@@ -77,6 +77,11 @@ def spec_hash(spec: CaptureSpec) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+class StreamStopped(Exception):
+    """There are no more features though the plan has not ended, as their source was stopped. All ranks see it
+    before the same optimizer step."""
+
+
 @dataclass(frozen=True)
 class FeatureBatch:
     """Packed rows of one capture, without padding.

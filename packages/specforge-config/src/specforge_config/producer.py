@@ -1,4 +1,4 @@
-"""How features are captured ahead of the trainer, and how its ranks fetch them: requests, retries, watermarks,
+"""How features are captured ahead of the trainer, and how its ranks fetch them: requests, retries, marks and
 waits.
 
 Marks bound what is *held*: samples that are asked for or captured and that the trainer has not acknowledged.

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specforge_config.features import FeatureBatch
+from specforge_config.features import FeatureBatch, StreamStopped
 from specforge_config.run import RunConfig
 from specforge_kernels.inductor import keep_compiled
 from specforge_train.abort import abort_on_error
@@ -48,7 +48,12 @@ class FeatureStream(Protocol):
     """One feature batch a micro-step, of this rank's `training.batch_size` samples."""
 
     def __next__(self) -> FeatureBatch:
-        """The next batch; StopIteration at the end of the plan."""
+        """The next batch; StopIteration at the end of the plan, StreamStopped before a step that the source
+        will not fill on any rank."""
+        ...
+
+    def acknowledge(self, step: int) -> None:
+        """Optimizer step `step` was taken: nothing needs its features any more. Called on all ranks."""
         ...
 
     def stats(self) -> StreamStats:
@@ -79,7 +84,7 @@ class TrainSummary:
     dropped: int
     """Samples without any anchor."""
     stopped: bool
-    """Whether a stop request ended the run before its last step."""
+    """Whether the run ended before its last step, on request or with its stream."""
     checkpoint: Path | None
     """The newest checkpoint."""
     last: dict[str, Any]
@@ -147,7 +152,8 @@ class Trainer:
         self._pending: _Pending | None = None
 
     def train(self) -> TrainSummary:
-        """Train to the last step, or until `<run folder>/stop` exists: then save and stop.
+        """Train to the last step, or until `<run folder>/stop` exists or the stream is stopped: then save and
+        stop.
 
         Raises:
             FloatingPointError: if a gradient is not finite, naming the step.
@@ -160,6 +166,9 @@ class Trainer:
                 while self.step < self.total_steps and not self._stopping:
                     self.train_step()
                     self.log_evaluate_save()
+            except StreamStopped as end:
+                if self.world.main:
+                    print(f"stopping after step {self.step} of {self.total_steps}: {end}", flush=True)
             except BaseException:
                 if self.world.size == 1:  # a row is a collective, in which a rank that failed would wait
                     self._settle()
@@ -189,6 +198,7 @@ class Trainer:
             totals = sums.reduce(squared_norm(self.model) / self.world.replicas)
             lr = self.config.optimizer.lr * lr_factor(self.config.schedule, step, self.total_steps)
             update(self.optimizer, lr, self.config.optimizer.clip, totals.weights, totals.squared)
+        self.stream.acknowledge(step)
         self.recorder.add_samples(step, consumed)
         self._settle()
         self._pending = _Pending(step, lr, consumed[0][0], totals)

@@ -56,6 +56,11 @@ class PromptSet:
     def __getitem__(self, index: int) -> PromptRow:
         return self.row(index)
 
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, [len(self)] int64."""
+        batches = (self._reader.get_batch(i)["input_ids"] for i in range(self._reader.num_record_batches))
+        return np.concatenate([np.diff(ids.offsets.to_numpy()) for ids in batches]).astype(np.int64)
+
     def row(self, index: int, position: tuple[int, int] = (0, 0)) -> PromptRow:
         """Sample `index` under the task id `position`.
 

@@ -10,13 +10,16 @@ number of islands and ranks.
 Invariant: the plan is a pure function of its fields. It starts at any step without touching earlier epochs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
 from specforge_config.run import RunConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,17 @@ class PromptPlan:
         """Rows of the prompt set in the order of an epoch, [num_rows] int64."""
         return _permutation(self.num_rows, self.prompt_seed, epoch)
 
+    def window(self, step: int) -> tuple[Task, ...]:
+        """The samples that the optimizer step after `step` others takes, in the order of their positions."""
+        epoch, window = divmod(step, self.steps_per_epoch)
+        rows, first = self.permutation(epoch), window * self.global_batch
+        return tuple(Task(epoch, p, int(rows[p])) for p in range(first, first + self.global_batch))
+
+    def micro_batches(self, window: Sequence[T], rank: int) -> list[Sequence[T]]:
+        """What a rank of the world takes of a window's samples, one batch a micro-step."""
+        firsts = range(rank * self.batch_size, self.global_batch, self.micro_batch)
+        return [window[first : first + self.batch_size] for first in firsts]
+
     def island_batches(self, island: int, start_step: int = 0) -> Iterator[tuple[Task, ...]]:
         """The batches of an island, one a micro-step, from optimizer step `start_step` to the end of the last
         epoch.
@@ -118,11 +132,10 @@ class PromptPlan:
         if not 0 <= island < self.islands:
             raise ValueError(f"island {island} of a plan with {self.islands} islands")
         for step in range(start_step, self.total_steps):
-            epoch, window = divmod(step, self.steps_per_epoch)
-            rows = self.permutation(epoch)
+            window = self.window(step)
             for micro in range(self.accumulation):
-                first = window * self.global_batch + micro * self.micro_batch + island * self.island_batch
-                yield tuple(Task(epoch, p, int(rows[p])) for p in range(first, first + self.island_batch))
+                first = micro * self.micro_batch + island * self.island_batch
+                yield window[first : first + self.island_batch]
 
     def record(self) -> dict[str, int | str]:
         """What a checkpoint keeps, so that a resume under another plan is refused; plain JSON values."""

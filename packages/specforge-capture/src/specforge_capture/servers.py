@@ -1,0 +1,204 @@
+"""The capture servers of a run, each with as many threads as it has requests in flight.
+
+Threads take samples from one queue, in the plan's order, and put what came of them into another; nothing is
+decided here. A server that cannot be reached is set aside: its threads take no sample until it answers again,
+with the right contract.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specforge_capture.ledger import Entry
+from specforge_capture.refs import FeatureRef, feature_width
+from specforge_capture.targets.base import PromptRow
+from specforge_capture.wire import CaptureClient, CaptureFailed, CaptureRefused, ServerDown
+from specforge_config.features import CaptureSpec, spec_hash
+from specforge_config.producer import ProducerConfig
+
+LONGEST_BACKOFF_SECONDS = 30.0
+_HEALTH_SECONDS = 60.0
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sample to capture."""
+
+    entry: Entry
+    row: PromptRow
+
+    def __lt__(self, other: "Question") -> bool:
+        """Whether it comes first in the plan."""
+        return (self.entry.step, self.entry.position) < (other.entry.step, other.entry.position)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a sample: the ref of its features, or why there are none."""
+
+    question: Question
+    result: FeatureRef | ServerDown | CaptureFailed | CaptureRefused
+
+
+def backoff(first: float, failures: int) -> float:
+    """Seconds to wait after a number of failures: `first`, doubled with each, half a minute at most."""
+    return min(first * 2 ** min(failures - 1, 16), max(first, LONGEST_BACKOFF_SECONDS))
+
+
+class Server:
+    """One server, and whether it is set aside. It is at first, so that its contract is checked before its
+    first sample."""
+
+    def __init__(self, url: str, config: ProducerConfig, spec: CaptureSpec) -> None:
+        self.url = url
+        self.why = "it was not reached yet"
+        """Why it was set aside last."""
+        self._client = CaptureClient(url, config.request_timeout_seconds)
+        self._health = CaptureClient(url, min(config.request_timeout_seconds, _HEALTH_SECONDS))
+        self._spec, self._hash = spec, spec_hash(spec)
+        self._backoff, self._failures, self._retry_at = config.backoff_seconds, 0, 0.0
+        self._lock = threading.Lock()
+        self.up = False
+        """Whether it takes samples."""
+
+    def usable(self) -> bool:
+        """Whether it may be asked now; tries one that was set aside, if it is time and no other thread does.
+
+        Raises:
+            ValueError: if it captures under another contract, or nothing at all.
+        """
+        if self.up or not self._lock.acquire(blocking=False):
+            return self.up
+        try:
+            if not self.up and time.monotonic() >= self._retry_at:
+                self._try()
+            return self.up
+        finally:
+            self._lock.release()
+
+    def capture(self, question: Question) -> FeatureRef:
+        """Have a sample captured.
+
+        Raises:
+            ServerDown: if the server is gone or too slow; it is set aside.
+            CaptureFailed: if this capture failed, or is not what was asked for.
+            CaptureRefused: if the server will never capture it.
+        """
+        entry, row = question.entry, question.row
+        try:
+            ref = self._client.capture(entry.key, row.sample_id, row.input_ids.tolist(), self._hash)
+        except ServerDown as error:
+            with self._lock:
+                self._set_aside(error)
+            raise
+        required = feature_width(self._spec), self._spec.dtype
+        if (ref.width, ref.dtype) != required:
+            raise CaptureFailed(
+                f"{self.url}: rows of {ref.width} elements of {ref.dtype} captured, required {required[0]} "
+                f"of {required[1]}"
+            )
+        return ref
+
+    def _try(self) -> None:
+        try:
+            description = self._health.describe()
+        except (ServerDown, CaptureFailed) as error:
+            self._set_aside(error)
+            return
+        try:
+            description.require(self._spec)
+        except ValueError as error:
+            raise ValueError(f"{self.url}: {error}") from None
+        self.up, self._failures = True, 0
+
+    def _set_aside(self, error: Exception) -> None:
+        self.up, self.why = False, str(error)
+        self._failures += 1
+        self._retry_at = time.monotonic() + backoff(self._backoff, self._failures)
+
+
+class ServerPool:
+    """The threads of all servers. `close` ends them."""
+
+    def __init__(self, urls: Sequence[str], config: ProducerConfig, spec: CaptureSpec) -> None:
+        if not urls:
+            raise ValueError("no capture server is given; required: at least one address, http://host:port")
+        self.servers = [Server(url, config, spec) for url in urls]
+        self._outage_seconds = config.outage_seconds
+        self._up_at = time.monotonic()
+        self._asked: queue.PriorityQueue[Question] = queue.PriorityQueue()
+        self._answers: queue.Queue[Answer | ValueError] = queue.Queue()
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, args=(server,), name=f"{server.url} #{slot}", daemon=True)
+            for server in self.servers
+            for slot in range(config.in_flight)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, question: Question) -> None:
+        """Have a sample captured; its answer comes by `answer`."""
+        self._asked.put(question)
+
+    def answer(self, seconds: float) -> Answer | None:
+        """The next answer; None if there is none within `seconds`.
+
+        Raises:
+            ValueError: if a server captures under another contract.
+            ServerDown: if all servers have been down for too long.
+        """
+        try:
+            found = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            self._require_up()
+            return None
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def withdraw(self) -> list[Question]:
+        """Take back what no thread works on yet."""
+        taken = []
+        while True:
+            try:
+                taken.append(self._asked.get_nowait())
+            except queue.Empty:
+                return taken
+
+    def close(self, seconds: float) -> None:
+        """End the threads; waits so long for requests in flight, whose answers are dropped."""
+        self._stopping.set()
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _require_up(self) -> None:
+        now = time.monotonic()
+        if any(server.up for server in self.servers):
+            self._up_at = now
+        elif now - self._up_at > self._outage_seconds:
+            rows = "".join(f"\n  {server.url}: {server.why}" for server in self.servers)
+            raise ServerDown(f"no capture server can be used for {now - self._up_at:.0f} s:{rows}")
+
+    def _work(self, server: Server) -> None:
+        while not self._stopping.is_set():
+            try:
+                usable = server.usable()
+            except ValueError as error:  # for the thread that reads answers
+                self._answers.put(error)
+                return
+            if not usable:
+                self._stopping.wait(_POLL_SECONDS)
+                continue
+            try:
+                question = self._asked.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            try:
+                self._answers.put(Answer(question, server.capture(question)))
+            except (ServerDown, CaptureFailed, CaptureRefused) as error:
+                self._answers.put(Answer(question, error))
