@@ -1,7 +1,11 @@
-"""A tiny tokenizer and tiny targets that the tests of capture share."""
+"""A tiny tokenizer and tiny targets that the tests of capture share.
+
+This folder goes on the path for its helper `feature_flow`.
+"""
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from specforge_capture.prompts.chat import ChatRenderer
+from specforge_capture.targets.hf import HFTarget
 from specforge_config.data import DataConfig
 from specforge_config.features import CaptureSpec
+
+sys.path.append(str(Path(__file__).parent))
 
 CHATML = """\
 {%- for message in messages -%}
@@ -89,7 +96,7 @@ def data_config(tmp_path: Path) -> Callable[..., DataConfig]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def spec() -> CaptureSpec:
     """Three of four layers, the last among them."""
     return CaptureSpec(
@@ -107,6 +114,13 @@ def spec() -> CaptureSpec:
 @pytest.fixture(scope="session")
 def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _saved_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="session")
+def target(qwen3_folder: Path, spec: CaptureSpec) -> Iterator[HFTarget]:
+    target = HFTarget(qwen3_folder, spec)
+    yield target
+    target.close()
 
 
 @pytest.fixture(scope="session", params=["qwen3", "llama"])

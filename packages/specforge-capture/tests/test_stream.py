@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from specforge_capture.stream import LocalRolloutStream
 from specforge_capture.targets.base import ALL, PromptRow
 from specforge_capture.targets.hf import HFTarget
 from specforge_config.data import DataConfig
-from specforge_config.features import CaptureSpec, FeatureBatch
+from specforge_config.features import FeatureBatch
 
 
 @pytest.fixture
@@ -22,13 +22,6 @@ def prompts(
 ) -> PromptSet:
     rows = [{"input_ids": list(range(4 + i, 8 + 3 * i)), "loss_mask": [1] * (4 + 2 * i)} for i in range(9)]
     return open_or_build(data_config(write_rows(*rows)), renderer, vocab_size=320)
-
-
-@pytest.fixture
-def target(qwen3_folder: Path, spec: CaptureSpec) -> Iterator[HFTarget]:
-    target = HFTarget(qwen3_folder, spec)
-    yield target
-    target.close()
 
 
 def plan_over(prompts: PromptSet, **changes: Any) -> PromptPlan:
