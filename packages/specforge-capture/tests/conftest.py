@@ -15,11 +15,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from specforge_capture.prompts.chat import ChatRenderer
+from specforge_capture.stores.base import FeatureStore, open_store
 from specforge_capture.targets.hf import HFTarget
 from specforge_config.data import DataConfig
 from specforge_config.features import CaptureSpec
+from specforge_config.store import FileStore
 
 sys.path.append(str(Path(__file__).parent))
+
+from feature_flow import Flow, capturing, http_server, ten_prompts, two_rank_plan
 
 CHATML = """\
 {%- for message in messages -%}
@@ -150,3 +154,18 @@ def _saved_model(folder: Path, architecture: str) -> Path:
         torch.manual_seed(0)
         model_class(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FeatureStore]:
+    store = open_store(FileStore(kind="files", folder=str(tmp_path / "objects")), contribute=False)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def flow(target: HFTarget, store: FeatureStore, tmp_path: Path, renderer: ChatRenderer) -> Iterator[Flow]:
+    """A real target behind HTTP and a file store; four steps of four samples on two ranks."""
+    prompts = ten_prompts(tmp_path, target.spec, renderer)
+    with http_server(capturing(target, store)) as url:
+        yield Flow(tmp_path / "run", store, prompts, two_rank_plan(prompts), target.spec, [url])

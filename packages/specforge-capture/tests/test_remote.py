@@ -1,7 +1,7 @@
 """Whole flows in one process: a real target behind HTTP, a real store, ranks as threads."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,40 +12,17 @@ from feature_flow import (
     CONSUMER,
     QUICK,
     Flow,
-    capturing,
     forwarding,
     http_server,
     objects,
     require_states,
-    ten_prompts,
-    two_rank_plan,
 )
 
-from specforge_capture.prompts.chat import ChatRenderer
 from specforge_capture.remote import RemoteStream
-from specforge_capture.stores.base import FeatureStore, open_store
 from specforge_capture.targets.hf import HFTarget
 from specforge_capture.wire import CaptureRequest
-from specforge_config.store import FileStore
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[FeatureStore]:
-    store = open_store(FileStore(kind="files", folder=str(tmp_path / "objects")), contribute=False)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def flow(target: HFTarget, store: FeatureStore, tmp_path: Path, renderer: ChatRenderer) -> Iterator[Flow]:
-    """Four steps of four samples on two ranks."""
-    prompts = ten_prompts(tmp_path, target.spec, renderer)
-    with http_server(capturing(target, store)) as url:
-        yield Flow(tmp_path / "run", store, prompts, two_rank_plan(prompts), target.spec, [url])
-
-
-FIRST_EPOCH = [(0, position) for position in range(8)]
-ALL = FIRST_EPOCH + [(1, position) for position in range(8)]
+ALL = [(epoch, position) for epoch in range(2) for position in range(8)]
 
 
 def test_ranks_get_the_plans_batches_and_nothing_is_left(

@@ -32,6 +32,7 @@ from specforge_config.producer import ProducerConfig
 from specforge_config.store import FileStore, MooncakeStore
 
 _POLL_SECONDS = 0.05
+_HASTY_SECONDS = 5.0
 Tell = Callable[[str], None]
 
 
@@ -61,7 +62,8 @@ def run_producer(
 
     It waits for the trainer's rank 0 to open the ledger in `folder`, captures what the trainer needs, and
     ends once everything is trained and freed. A first signal stops capturing and ends the stream after the
-    whole windows that were captured; a second one ends at once. Its objects are freed in any case.
+    whole windows that were captured; a second one ends it within seconds. The run's objects are freed on
+    every path; what a server stores after that is left to the next start, or to `sweep`.
 
     Args:
         config: how to ask, and how far ahead.
@@ -136,7 +138,7 @@ class Producer:
         self._trainer_seen = time.monotonic()
 
     def stop(self, number: int = 0, frame: FrameType | None = None) -> None:
-        """Ask it to stop, from any thread or as a signal's handler; once to drain, twice to leave at once."""
+        """Ask it to stop, from any thread or as a signal's handler; once to drain, twice to leave soon."""
         self.stops += 1
 
     def run(self) -> Produced:
@@ -153,7 +155,7 @@ class Producer:
                     self.tell("the trainer has started anew; what was captured for it before is freed")
                     pool.withdraw()
             if self.stops > 1:
-                patience = 0.0
+                patience = min(patience, _HASTY_SECONDS)
         except BaseException as error:
             self.ledger.fail(f"{type(error).__name__}: {error}")
             raise
