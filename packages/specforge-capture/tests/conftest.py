@@ -1,6 +1,6 @@
 """A tiny tokenizer and tiny targets that the tests of capture share.
 
-This folder goes on the path for its helper `feature_flow`.
+This folder goes on the path for its helpers `feature_flow` and `ledger_parts`.
 """
 
 import json

@@ -71,7 +71,7 @@ def http_server(handle: Handle) -> Generator[str]:
                 self.end_headers()
                 self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -10,40 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ledger_parts import PLAN, SPEC, capture, ref_of
 
-from specforge_capture.ledger import Entry, Ledger, SessionChanged, State, read_identity
+from specforge_capture.ledger import Ledger, SessionChanged, State, read_identity
 from specforge_capture.prompts.plan import PromptPlan
-from specforge_capture.refs import FeatureRef
 from specforge_capture.roles import Role
 from specforge_config.features import CaptureSpec
 
-PLAN = PromptPlan(
-    num_rows=10,
-    fingerprint="rows",
-    seed=0,
-    prompt_seed=0,
-    epochs=2,
-    islands=2,
-    tp_size=1,
-    batch_size=1,
-    accumulation=2,
-)
-SPEC = CaptureSpec(
-    method="dspark",
-    layer_ids=(0, 1),
-    final_state=True,
-    dtype="float32",
-    hidden_size=4,
-    vocab_size=8,
-    target_revision="tiny",
-    tokenizer_hash="tiny",
-)
 _SPAWNER = multiprocessing.get_context("forkserver")
 _SPAWNER.set_forkserver_preload(["specforge_capture.ledger"])
-
-
-def ref_of(entry: Entry) -> FeatureRef:
-    return FeatureRef(entry.key, f"sample-{entry.position}", 3, 12, "float32", 2, (1, 2), "hash")
 
 
 def open_ledger(folder: Path, role: Role, plan: PromptPlan = PLAN, spec: CaptureSpec = SPEC) -> Ledger:
@@ -58,13 +33,6 @@ def both(tmp_path: Path) -> Iterator[tuple[Ledger, Ledger]]:
         with closing(open_ledger(tmp_path, "producer")) as producer:
             producer.attend()
             yield producer, trainer
-
-
-def capture(producer: Ledger, step: int) -> list[Entry]:
-    """Plan and commit a whole window."""
-    entries = producer.plan_window(step, PLAN.window(step - 1))
-    assert producer.commit(map(ref_of, entries), [entry.task for entry in entries]) == []
-    return entries
 
 
 def states(folder: Path) -> dict[tuple[int, int], str]:

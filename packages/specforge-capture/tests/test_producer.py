@@ -4,8 +4,8 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from feature_flow import (
 
 from specforge_capture.ledger import Ledger
 from specforge_capture.producer import Producer, sweep
-from specforge_capture.stores.base import FeatureStore
+from specforge_capture.stores.base import FeatureStore, StoreError, open_store
 from specforge_capture.targets.hf import HFTarget
 from specforge_capture.wire import FIELD, CaptureRequest, error_json
 from specforge_config.features import CaptureSpec
+from specforge_config.store import FileStore
 
 ALL = [(epoch, position) for epoch in range(2) for position in range(8)]
 
@@ -54,6 +55,23 @@ def ended_at(flow: Flow) -> int | None:
     """The step after which the ledger says that features end."""
     with closing(sqlite3.connect(flow.folder / "ledger.sqlite")) as db:
         return db.execute("SELECT ended FROM run").fetchone()[0]
+
+
+@contextmanager
+def limited(flow: Flow, target: HFTarget, folder: Path, capacity: int) -> Iterator[str]:
+    """A server whose view of the flow's store has a limit; what does not fit fails that request."""
+    settings = FileStore(kind="files", folder=str(folder / "objects"), capacity_bytes=capacity)
+    with closing(open_store(settings, contribute=False)) as store:
+        handle = capturing(target, store)
+
+        def guarded(verb: str, path: str, body: bytes) -> tuple[int, bytes]:
+            try:
+                return handle(verb, path, body)
+            except StoreError as error:
+                return 500, json.dumps(error_json(str(error))).encode()
+
+        with http_server(guarded) as url:
+            yield url
 
 
 def changed(body: bytes, **fields: Any) -> tuple[int, bytes]:
@@ -225,6 +243,32 @@ def test_marks_below_a_window_are_refused(flow: Flow) -> None:
         replace(flow, producer=QUICK.model_copy(update={"low_samples": 3})).start()
     with pytest.raises(ValueError, match="high_bytes is 100; required: at least the largest optimizer"):
         replace(flow, producer=QUICK.model_copy(update={"high_bytes": 100})).start()
+
+
+def test_a_full_store_is_waited_for(flow: Flow, target: HFTarget, tmp_path: Path) -> None:
+    """There is room for six samples at most and the marks allow for all sixteen."""
+    samples = [flow.prompts.row(index) for index in range(10)]
+    largest = max(len(row.input_ids) for row in samples) * 4 * 32 * 4
+    config = QUICK.model_copy(update={"retries": 1000})
+    with limited(flow, target, tmp_path, 6 * largest) as url:
+        run = replace(flow, servers=[url], producer=config).start()
+    assert run.errors == []
+    assert run.trained() == ALL
+    require_states(run, target, flow.prompts, flow.plan)
+    assert objects(tmp_path) == []
+
+
+def test_a_store_too_small_for_a_window_ends_the_run_saying_so(
+    flow: Flow, target: HFTarget, tmp_path: Path
+) -> None:
+    with limited(flow, target, tmp_path, 100) as url:
+        run = replace(flow, servers=[url], producer=QUICK.model_copy(update={"retries": 1})).start()
+    assert len(run.errors) >= 2
+    for error in run.errors:
+        assert "could not be captured in 2 attempts" in str(error)
+        assert "no room for" in str(error)
+        assert "store.capacity_bytes 100" in str(error)
+    assert objects(tmp_path) == []
 
 
 def test_a_stop_inside_a_window_trains_whole_windows_and_settles_the_rest(

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import run_ranks, start_ranks
-from tiny_training import pack, sample, tiny_config, tiny_trainer
+from tiny_training import TinyStream, pack, sample, tiny_config, tiny_trainer
 from torch import Tensor, nn
 
-from specforge_config.features import FeatureBatch
+from specforge_config.features import FeatureBatch, StreamStopped
 from specforge_train.abort import read_errors
 from specforge_train.checkpoint import newest_checkpoint
 from specforge_train.decode import DecodeCounts
@@ -117,6 +117,29 @@ def train_ranks(folder: str, sharding: str) -> None:
     trainer = tiny_trainer(config, 3)
     trainer.train()
     trainer.world.close()
+
+
+def test_a_stream_that_is_stopped_ends_the_run_after_whole_steps(tmp_path: Path, world: World) -> None:
+    def stopped(step: int, rank: int, batch: FeatureBatch) -> FeatureBatch:
+        if step == 3:
+            raise StreamStopped("the producer was stopped")
+        return batch
+
+    config = tiny_config(tmp_path, training={"global_batch_size": 4})
+    trainer = tiny_trainer(config, 6, world=world, change=stopped)
+    summary = trainer.train()
+    assert (summary.steps, summary.stopped) == (2, True)
+    assert summary.checkpoint == tmp_path / "checkpoints" / "step-000002"
+    later = tiny_trainer(config, 6, world=world)
+    assert (later.train().start_step, later.step) == (2, 6)
+
+
+def test_features_are_acknowledged_once_a_step(tmp_path: Path, world: World) -> None:
+    config = tiny_config(tmp_path, training={"global_batch_size": 4})
+    trainer = tiny_trainer(config, 3, world=world)
+    assert isinstance(trainer.stream, TinyStream)
+    trainer.train()
+    assert trainer.stream.acknowledged == [1, 2, 3]
 
 
 def test_one_rank_with_four_samples_equals_two_with_two(tmp_path: Path, world: World) -> None:

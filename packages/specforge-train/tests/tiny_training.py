@@ -160,7 +160,7 @@ class TinyStream:
         start_step: int,
         change: Callable[[int, int, FeatureBatch], FeatureBatch | None] | None = None,
     ) -> None:
-        self.acknowledged = start_step
+        self.acknowledged: list[int] = []
         self._batches, self._tokens = self._plan(config, rank, start_step, change), 0
 
     def _plan(self, config: RunConfig, rank: int, step: int, change: Any) -> Iterator[FeatureBatch]:
@@ -181,8 +181,8 @@ class TinyStream:
         return next(self._batches)
 
     def acknowledge(self, step: int) -> None:
-        """Note the last step whose features were let go."""
-        self.acknowledged = step
+        """Note a step whose features are let go."""
+        self.acknowledged.append(step)
 
     def stats(self) -> TinyStats:
         """Sums since the last call."""

@@ -59,6 +59,7 @@ def test_rows_come_back_as_they_were(data: DataConfig, renderer: ChatRenderer) -
         assert (row.sample_id, row.position) == (f"rows.jsonl:{i + 1}", (2, 7))
         assert not row.input_ids.flags.owndata
         assert not row.loss_mask.flags.owndata
+    assert prompts.lengths().tolist() == [len(tokens(2 + i % 50)["input_ids"]) for i in range(600)]
     for i in (-1, 600):
         with pytest.raises(IndexError):
             prompts[i]

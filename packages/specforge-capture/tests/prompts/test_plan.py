@@ -127,3 +127,14 @@ def test_the_plan_of_a_run() -> None:
         "rows": 100,
         "fingerprint": "f",
     }
+
+
+def test_ranks_share_a_window_as_their_islands_do() -> None:
+    made = plan(islands=2, tp_size=2, batch_size=3, accumulation=2)
+    for step in range(made.total_steps):
+        window = made.window(step)
+        for island in range(2):
+            batches = list(islice(made.island_batches(island, step), 2))
+            for place in range(2):
+                own = made.micro_batches(window, 2 * island + place)
+                assert own == [batch[3 * place : 3 * place + 3] for batch in batches]
