@@ -5,6 +5,7 @@ whole flow of producer, dispatcher and streams in one process.
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -52,9 +53,17 @@ Handle = Callable[[str, str, bytes], tuple[int, bytes]]
 """(verb, path, body) -> (status, body) of the answer."""
 
 
+def wait_until(reached: Callable[[], bool], seconds: float = 30) -> None:
+    """Poll until something has happened; fails if it takes longer."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
 @contextmanager
-def http_server(handle: Handle) -> Generator[str]:
-    """A server on a free port; gives its address."""
+def http_server(handle: Handle, port: int = 0) -> Generator[str]:
+    """A server on a port, by default a free one; gives its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -74,7 +83,7 @@ def http_server(handle: Handle) -> Generator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

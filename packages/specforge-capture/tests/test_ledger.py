@@ -1,9 +1,10 @@
 """Real SQLite files, and real processes that are killed between two steps of the protocol."""
 
-import multiprocessing
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -16,9 +17,6 @@ from specforge_capture.ledger import Ledger, SessionChanged, State, read_identit
 from specforge_capture.prompts.plan import PromptPlan
 from specforge_capture.roles import Role
 from specforge_config.features import CaptureSpec
-
-_SPAWNER = multiprocessing.get_context("forkserver")
-_SPAWNER.set_forkserver_preload(["specforge_capture.ledger"])
 
 
 def open_ledger(folder: Path, role: Role, plan: PromptPlan = PLAN, spec: CaptureSpec = SPEC) -> Ledger:
@@ -222,16 +220,14 @@ def _protocol(folder: Path) -> Iterator[None]:
 
 def _in_dying_processes(die: Callable[[Path, int], None], folder: Path, points: int) -> None:
     """Run `die` for each point in a process of its own, forked from a small one."""
-    process = _SPAWNER.Process(target=_fork_each, args=(die, folder, points))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
+    command = [sys.executable, __file__, die.__name__, str(folder), str(points)]
+    subprocess.run(command, check=True, timeout=120)
 
 
-def _fork_each(die: Callable[[Path, int], None], folder: Path, points: int) -> None:
-    for at in range(points):
+def _fork_each(name: str, folder: str, points: str) -> None:
+    for at in range(int(points)):
         if (child := os.fork()) == 0:
-            die(folder / str(at), at)
+            globals()[name](Path(folder) / str(at), at)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
@@ -298,3 +294,7 @@ def _produce_and_die(folder: Path, at: int) -> None:
     if at > 1:
         producer.plan_window(2, PLAN.window(1))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _fork_each(*sys.argv[1:])

@@ -21,6 +21,7 @@ from feature_flow import (
     http_server,
     objects,
     require_states,
+    wait_until,
 )
 
 from specforge_capture.ledger import Ledger
@@ -42,13 +43,6 @@ def start_with(fault: Fault, flow: Flow, **config: Any) -> Run:
 
 def first(request: CaptureRequest) -> bool:
     return request.key.endswith("-1")
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def ended_at(flow: Flow) -> int | None:
