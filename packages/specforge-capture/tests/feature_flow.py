@@ -211,6 +211,7 @@ class Flow:
     consumer: ConsumerConfig = CONSUMER
     before_step: Callable[[int, Producer], None] = lambda step, producer: None
     """Called on rank 0 before it takes a step's batches."""
+    device: str = "cpu"
     peak_bytes: int = 0
     """Most bytes that were staged on a rank."""
 
@@ -265,7 +266,7 @@ class Flow:
             self.spec,
             self.consumer,
             mail,
-            torch.device("cpu"),
+            torch.device(self.device),
             rank=rank,
             start_step=steps.start,
             total_steps=steps.stop,
@@ -301,7 +302,9 @@ class Producing:
             return self.producer.run()
 
 
-def require_states(run: Run, target: HFTarget, prompts: PromptSet, plan: PromptPlan) -> None:
+def require_states(
+    run: Run, target: HFTarget, prompts: PromptSet, plan: PromptPlan, device: str = "cpu"
+) -> None:
     """Check that each rank's batches follow each other in the plan, with the states that the target gives."""
     for rank, batches in enumerate(run.batches):
         windows = [plan.micro_batches(plan.window(step), rank) for step in range(plan.total_steps)]
@@ -309,10 +312,12 @@ def require_states(run: Run, target: HFTarget, prompts: PromptSet, plan: PromptP
         ids = [tuple((task.epoch, task.position) for task in tasks) for tasks in planned]
         start = ids.index(batches[0].positions)
         for batch, tasks in zip(batches, planned[start : start + len(batches)], strict=True):
+            assert batch.hidden.device == torch.device(device)
             wanted = target.capture([prompts.row(task.row, (task.epoch, task.position)) for task in tasks])
             assert (batch.positions, batch.sample_ids) == (wanted.positions, wanted.sample_ids)
             for name in ("tokens", "loss_mask", "cu_seqlens"):
                 assert torch.equal(getattr(batch, name), getattr(wanted, name))
             # Samples are captured alone here and packed there; sums run in another order.
             for name in ("hidden", "last_hidden"):
-                torch.testing.assert_close(getattr(batch, name), getattr(wanted, name), rtol=1e-4, atol=1e-5)
+                found = getattr(batch, name).cpu()
+                torch.testing.assert_close(found, getattr(wanted, name), rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +32,7 @@ from specforge_capture.prompts.samples import PromptReport
 from specforge_capture.remote import RemoteStream
 from specforge_capture.stores.base import open_store
 from specforge_capture.targets.hf import HFTarget
-from specforge_config.features import CaptureSpec
+from specforge_config.features import CaptureSpec, FeatureBatch
 from specforge_config.producer import ConsumerConfig, ProducerConfig
 from specforge_config.store import FileStore, MooncakeStore
 
@@ -137,7 +137,7 @@ class Parts:
 
 
 @contextmanager
-def parts_of(setup: Setup) -> Iterator[Parts]:
+def parts_of(setup: Setup) -> Generator[Parts]:
     """Parts that end with the block."""
     setup.folder.mkdir(parents=True, exist_ok=True)
     parts = Parts(setup)
@@ -185,10 +185,19 @@ def train(setup: Setup, rank: int, port: int) -> None:
     )
     start, total, mail = setup.checkpoint, setup.plan.total_steps, _get_default_store()
     common = setup.plan, setup.spec, setup.consumer, mail
-    steps = {"start_step": start, "total_steps": total}
     store = open_store(setup.store, contribute=False)
-    dispatcher = Dispatcher(setup.folder, *common, **steps) if rank == 0 else None
-    stream = RemoteStream(store, PromptSet(*setup.prompts), *common, torch.device("cpu"), rank=rank, **steps)
+    dispatcher = None
+    if rank == 0:
+        dispatcher = Dispatcher(setup.folder, *common, start_step=start, total_steps=total)
+    stream = RemoteStream(
+        store,
+        PromptSet(*setup.prompts),
+        *common,
+        torch.device("cpu"),
+        rank=rank,
+        start_step=start,
+        total_steps=total,
+    )
     notes = setup.folder / f"rank-{rank}.jsonl"
     kept = [row for row in setup.taken(rank) if row["step"] <= start]
     with open(notes, "w", buffering=1) as file:
@@ -199,11 +208,7 @@ def train(setup: Setup, rank: int, port: int) -> None:
             dist.all_reduce(torch.ones(1))
             time.sleep(setup.step_seconds)
             stream.acknowledge(step)
-            samples = [
-                [*position, float(batch.hidden.double().sum() + batch.last_hidden.double().sum())]
-                for batch in batches
-                for position in batch.positions
-            ]
+            samples = [[*batch.positions[0], total_of(batch)] for batch in batches]
             print(json.dumps({"step": step, "samples": samples}), file=file)
             if step % 2 == 0:
                 dist.barrier()
@@ -215,6 +220,12 @@ def train(setup: Setup, rank: int, port: int) -> None:
         dispatcher.close()
     store.close()
     dist.destroy_process_group()
+
+
+def total_of(batch: FeatureBatch) -> float:
+    """Sum of a batch's states."""
+    assert batch.last_hidden is not None
+    return float(batch.hidden.double().sum() + batch.last_hidden.double().sum())
 
 
 def _run(log: str, body: Callable[..., None], *arguments: Any) -> None:

@@ -25,7 +25,7 @@ def wait_for(look: Callable[[], object]) -> object:
 
 
 def receive(box: Mailbox) -> dict:
-    return wait_for(box.receive)  # ty: ignore[invalid-return-type]
+    return wait_for(box.receive)  # ty: ignore[invalid-explicit-return]
 
 
 @pytest.fixture

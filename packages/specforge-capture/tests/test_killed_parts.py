@@ -2,15 +2,16 @@
 resume trains each planned sample once. Servers and stores are real, parts are processes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from feature_flow import CONSUMER, QUICK, objects, ten_prompts, two_rank_plan, wait_until
-from part_processes import RANKS, Parts, Setup, parts_of, produce, serve
+from feature_flow import CONSUMER, QUICK, objects, ten_prompts, two_rank_plan
+from part_processes import RANKS, Parts, Setup, parts_of, produce, serve, total_of
 
+from specforge_capture.prompts.cache import PromptSet
 from specforge_capture.prompts.chat import ChatRenderer
 from specforge_capture.stores.base import open_store
 from specforge_capture.stores.master import MasterSettings, free_ports, running_master
@@ -58,8 +59,6 @@ def start(parts: Parts) -> None:
 
 def require_trained_once(setup: Setup, target: HFTarget) -> None:
     """Check that each rank took the plan's samples in the plan's order, with the target's states."""
-    from specforge_capture.prompts.cache import PromptSet
-
     prompts = PromptSet(*setup.prompts)
     for rank in range(RANKS):
         rows = setup.taken(rank)
@@ -70,9 +69,7 @@ def require_trained_once(setup: Setup, target: HFTarget) -> None:
             ]
             assert [tuple(sample[:2]) for sample in row["samples"]] == [(t.epoch, t.position) for t in tasks]
             for task, (*_, total) in zip(tasks, row["samples"], strict=True):
-                batch = target.capture([prompts.row(task.row)])
-                assert batch.last_hidden is not None
-                wanted = float(batch.hidden.double().sum() + batch.last_hidden.double().sum())
+                wanted = total_of(target.capture([prompts.row(task.row)]))
                 assert total == pytest.approx(wanted, rel=1e-3, abs=1e-2)
 
 
@@ -120,9 +117,9 @@ def test_without_its_producer_the_trainer_ends_soon_and_a_resume_goes_on(
         assert objects(tmp_path) == []
 
 
-@pytest.fixture
-def mooncake(setup: Setup, tmp_path: Path) -> Iterator[tuple[Parts, Callable[[], None]]]:
-    """A run over Mooncake with two servers, and what kills its master and starts another one."""
+def test_over_mooncake_a_killed_server_is_survived_and_a_killed_master_told(
+    setup: Setup, target: HFTarget, tmp_path: Path
+) -> None:
     try:
         load_library()
     except ValueError as error:
@@ -130,19 +127,22 @@ def mooncake(setup: Setup, tmp_path: Path) -> Iterator[tuple[Parts, Callable[[],
     port, metrics = free_ports(2)
     settings = MasterSettings(port=port, metrics_port=metrics, lease_seconds=0.3, client_ttl_seconds=2)
     store = MooncakeStore(master=settings.address, capacity_bytes=16 << 20, transfer_timeout_seconds=5)
-    with running_master(settings, tmp_path / "master.log") as master:
-        with parts_of(replace(setup, store=store, ports=tuple(free_ports(2)))) as parts:
-            start(parts)
-            yield parts, master.kill
-
-
-def test_over_mooncake_a_killed_server_is_survived_and_a_killed_master_told(
-    mooncake: tuple[Parts, Callable[[], None]], target: HFTarget, tmp_path: Path
-) -> None:
-    run, kill_master = mooncake
-    run.wait_for_step(2)
-    run.kill("server-0")  # and what it held
-    run.wait_for_step(5)
-    kill_master()
-    assert run.wait("rank-0", "rank-1", "producer") == [1, 1, 1]
-    print(run.output())
+    over = replace(setup, store=store, ports=tuple(free_ports(2)))
+    with parts_of(over) as run:
+        with running_master(settings, tmp_path / "master.log") as master:
+            start(run)
+            run.wait_for_step(2)
+            run.kill("server-0")  # what it held is captured anew
+            run.wait_for_step(5)
+            master.kill()
+            assert run.wait("rank-0", "rank-1", "producer") == [1, 1, 1]
+        for rank in range(RANKS):
+            told = run.log(f"rank-{rank}")
+            assert "the master cannot be reached" in told or "by peer" in told
+        with running_master(settings, tmp_path / "master.log"):  # the server finds it by itself
+            run.start("producer", produce)
+            run.start_ranks(free_ports(1)[0])
+            assert run.wait("rank-0", "rank-1", "producer") == [0, 0, 0], run.output()
+            require_trained_once(over, target)
+            with closing(open_store(store, contribute=False)) as left:
+                assert left.remove_prefix("") == 0

@@ -5,10 +5,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 from ledger_parts import PLAN, SPEC, capture, ref_of
@@ -158,6 +159,10 @@ def test_a_failure_is_told_until_its_producer_is_gone(tmp_path: Path) -> None:
             producer.fail("no server")
             trainer.open_session(0, 4)
             assert trainer.state().failure == "no server"
+        with closing(open_ledger(tmp_path, "producer")):
+            assert trainer.state().failure is None  # it is not the next one's
+        with closing(open_ledger(tmp_path, "producer")) as producer:
+            producer.fail("no server")
         trainer.open_session(0, 4)
         assert trainer.state().failure is None
 
@@ -218,8 +223,8 @@ def _protocol(folder: Path) -> Iterator[None]:
     yield
 
 
-def _in_dying_processes(die: Callable[[Path, int], None], folder: Path, points: int) -> None:
-    """Run `die` for each point in a process of its own, forked from a small one."""
+def _in_dying_processes(die: FunctionType, folder: Path, points: int) -> None:
+    """Run `die(folder, point)` for each point in a process of its own, forked from a small one."""
     command = [sys.executable, __file__, die.__name__, str(folder), str(points)]
     subprocess.run(command, check=True, timeout=120)
 

@@ -4,7 +4,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ def ended_at(flow: Flow) -> int | None:
 
 
 @contextmanager
-def limited(flow: Flow, target: HFTarget, folder: Path, capacity: int) -> Iterator[str]:
+def limited(flow: Flow, target: HFTarget, folder: Path, capacity: int) -> Generator[str]:
     """A server whose view of the flow's store has a limit; what does not fit fails that request."""
     settings = FileStore(kind="files", folder=str(folder / "objects"), capacity_bytes=capacity)
     with closing(open_store(settings, contribute=False)) as store:

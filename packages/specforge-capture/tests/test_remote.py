@@ -37,6 +37,15 @@ def test_ranks_get_the_plans_batches_and_nothing_is_left(
     assert objects(tmp_path) == []
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_states_arrive_on_a_gpu_beside_its_work(flow: Flow, target: HFTarget) -> None:
+    on_gpu = replace(flow, device="cuda:0", before_step=lambda *_: torch.cuda._sleep(50_000_000))
+    run = on_gpu.start()
+    assert run.errors == []
+    assert run.trained() == ALL
+    require_states(run, target, flow.prompts, flow.plan, "cuda:0")
+
+
 def test_a_stream_starts_at_the_checkpoint(flow: Flow, target: HFTarget, tmp_path: Path) -> None:
     first = flow.start(total_steps=3)
     run = flow.start(start_step=1)

@@ -1,6 +1,6 @@
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
@@ -16,7 +16,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 @contextmanager
-def pool_of(flow: Flow, *urls: str, config: ProducerConfig = QUICK) -> Iterator[ServerPool]:
+def pool_of(flow: Flow, *urls: str, config: ProducerConfig = QUICK) -> Generator[ServerPool]:
     pool = ServerPool(urls or flow.servers, config, flow.spec)
     try:
         yield pool

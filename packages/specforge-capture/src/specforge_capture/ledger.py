@@ -142,20 +142,22 @@ class Ledger:
         """The session that this process works for."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = RoleLock(folder, role)
-        self._db = sqlite3.connect(
-            self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-        )
-        try:
-            self._set_up(plan, spec)
-        except BaseException:
-            self.close()
-            raise
+        with alone(folder):  # one that opens a session sees a producer with what it says, or neither
+            self._lock = RoleLock(folder, role)
+            self._db = sqlite3.connect(
+                self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            try:
+                self._set_up(plan, spec)
+                if role == "producer":
+                    self._forget_producer()
+            except BaseException:
+                self.close()
+                raise
 
     def _set_up(self, plan: PromptPlan, spec: CaptureSpec) -> None:
-        with alone(self._folder):  # SQLite waits for no one while it changes the journal's mode
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.executescript(_SCHEMA)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.executescript(_SCHEMA)
         fresh = (
             FORMAT,
             uuid.uuid4().hex[:12],
@@ -211,7 +213,7 @@ class Ledger:
 
         So are the producer's end, and a failure that no running producer stands for.
         """
-        with self._write(durable=True, fenced=False):
+        with alone(self._folder), self._write(durable=True, fenced=False):
             counts = dict(
                 self._db.execute(
                     "SELECT state, count(*) FROM tasks WHERE step > ? GROUP BY state", (start_step,)
@@ -285,9 +287,7 @@ class Ledger:
     # The producer's side.
 
     def attend(self) -> Session:
-        """Work for the present session from now on, with nothing ended and nothing failed."""
-        with self._write(durable=True, fenced=False):
-            self._db.execute("UPDATE run SET ended = NULL, failure = NULL")
+        """Work for the present session from now on."""
         state = self.state()
         self.session = state.number
         return state
@@ -371,6 +371,11 @@ class Ledger:
         """Tell the trainer why there will be no more features."""
         with self._write(durable=True, fenced=False):
             self._db.execute("UPDATE run SET failure = ?", (message,))
+
+    def _forget_producer(self) -> None:
+        """The end or failure of an earlier producer is not this one's."""
+        with self._write(durable=True, fenced=False):
+            self._db.execute("UPDATE run SET ended = NULL, failure = NULL")
 
     def _plan_again(self, task: tuple[int, int], attempt: int) -> None:
         self._db.execute(

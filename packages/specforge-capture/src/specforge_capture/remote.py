@@ -23,7 +23,7 @@ from specforge_capture.mail import Mailbox, StreamFailed
 from specforge_capture.prompts.cache import PromptSet
 from specforge_capture.prompts.plan import PromptPlan
 from specforge_capture.refs import FeatureRef
-from specforge_capture.stores.base import FeatureStore, MissingObject, ShortObject, StoreError
+from specforge_capture.stores.base import CorruptObject, FeatureStore, MissingObject, ShortObject, StoreError
 from specforge_capture.stream import StreamStats
 from specforge_capture.targets.base import PromptRow, feature_batch
 from specforge_config.features import CaptureSpec, FeatureBatch, StreamStopped, spec_hash
@@ -170,17 +170,17 @@ class RemoteStream:
         dtype = getattr(torch, self._spec.dtype)
         total, hidden_size = sum(len(row.input_ids) for row in rows), self._spec.hidden_size
         hidden = torch.empty(total, len(self._spec.layer_ids) * hidden_size, dtype=dtype, device=self._device)
-        last = torch.empty(
-            total, hidden_size if self._spec.final_state else 0, dtype=dtype, device=self._device
-        )
+        last = None
+        if self._spec.final_state:
+            last = torch.empty(total, hidden_size, dtype=dtype, device=self._device)
         first = 0
         for row, ref in zip(rows, refs, strict=True):
             own = slice(first, first + len(row.input_ids))
-            self._fetch_row(row, ref, hidden[own], last[own])
+            self._fetch_row(row, ref, hidden[own], None if last is None else last[own])
             first = own.stop
         return feature_batch(rows, hidden, last, self._spec)
 
-    def _fetch_row(self, row: PromptRow, ref: FeatureRef, hidden: Tensor, last: Tensor) -> None:
+    def _fetch_row(self, row: PromptRow, ref: FeatureRef, hidden: Tensor, last: Tensor | None) -> None:
         """Fill a sample's states; what is missing, short or changed is captured anew first."""
         tries = 0
         while True:
@@ -188,7 +188,7 @@ class RemoteStream:
                 self._require(row, ref)
                 self._fetcher.fetch(ref, hidden, last)
                 return
-            except (MissingObject, ShortObject) as error:
+            except (MissingObject, ShortObject, CorruptObject) as error:
                 print(f"rank {self._rank}: {error}; sample {row.sample_id} is asked for again", flush=True)
                 self._reports.send({"lost": row.position, "key": ref.key})
                 ref = FeatureRef.from_json(self._receive(self._recaptures)["ref"])

@@ -89,7 +89,7 @@ def token_range(rows: Sequence[PromptRow], own: slice) -> slice:
 
 
 def feature_batch(
-    rows: Sequence[PromptRow], hidden: Tensor, last_hidden: Tensor, spec: CaptureSpec
+    rows: Sequence[PromptRow], hidden: Tensor, last_hidden: Tensor | None, spec: CaptureSpec
 ) -> FeatureBatch:
     """Captured rows, packed in their order, as the batch that a trainer takes.
 
