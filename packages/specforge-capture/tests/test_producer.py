@@ -233,7 +233,10 @@ def test_no_more_is_held_than_the_marks_allow(flow: Flow, tmp_path: Path) -> Non
 
 
 def test_marks_below_a_window_are_refused(flow: Flow) -> None:
-    with pytest.raises(ValueError, match="low_samples is 3; required: at least one optimizer window, 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"^deployment\.producer\.low_samples is 3; required: at least one optimizer window, 4",
+    ):
         replace(flow, producer=QUICK.model_copy(update={"low_samples": 3})).start()
     with pytest.raises(ValueError, match="high_bytes is 100; required: at least the largest optimizer"):
         replace(flow, producer=QUICK.model_copy(update={"high_bytes": 100})).start()
