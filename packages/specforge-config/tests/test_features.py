@@ -1,9 +1,10 @@
+import hashlib
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 
-from specforge_config.features import CaptureSpec, FeatureBatch
+from specforge_config.features import CaptureSpec, FeatureBatch, spec_hash
 
 
 def spec(**changes: Any) -> CaptureSpec:
@@ -23,6 +24,16 @@ def spec(**changes: Any) -> CaptureSpec:
 def test_equal_contracts_agree() -> None:
     spec().require_equal(spec(), here="this run", there="the checkpoint")
     assert CaptureSpec.model_validate_json(spec().model_dump_json()) == spec()
+
+
+def test_a_hash_names_the_contract() -> None:
+    # Of the JSON text itself, so that a stored hash outlives a change of the code.
+    text = (
+        '{"dtype":"float32","final_state":true,"hidden_size":4,"layer_ids":[1,3],"method":"dspark",'
+        '"schema_version":1,"target_revision":"r","tokenizer_hash":"t","vocab_size":32}'
+    )
+    assert spec_hash(spec()) == hashlib.sha256(text.encode()).hexdigest()
+    assert spec_hash(spec()) != spec_hash(spec(layer_ids=(3, 1)))
 
 
 def test_every_difference_is_told_with_both_values() -> None:

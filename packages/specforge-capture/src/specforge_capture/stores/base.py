@@ -31,6 +31,10 @@ class ShortObject(StoreError):
     """An object has another length than was asked for."""
 
 
+class CorruptObject(StoreError):
+    """An object has other bytes than were put."""
+
+
 class FeatureStore(Protocol):
     """Objects of bytes under string keys. Every method may be called from any thread.
 

@@ -84,10 +84,8 @@ class MasterSettings:
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports of `host` that were free when they were looked for."""
-    sockets = [socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) for _ in range(count)]
+    sockets = [_bound(host, 0) for _ in range(count)]
     try:
-        for each in sockets:
-            each.bind((host, 0))
         return [each.getsockname()[1] for each in sockets]
     finally:
         for each in sockets:
@@ -118,7 +116,17 @@ def running_master(
 
 
 def start_master(settings: MasterSettings, log: Path) -> subprocess.Popen[bytes]:
-    """Start a master without waiting for it; see `running_master`."""
+    """Start a master without waiting for it; see `running_master`.
+
+    Raises:
+        StoreError: if one of its ports is taken. It would not notice, and serve nobody.
+        ValueError: if Mooncake is not installed.
+    """
+    for port in (settings.port, settings.metrics_port):
+        try:
+            _bound(settings.host, port).close()
+        except OSError as error:
+            raise StoreError(f"port {port} of {settings.host}, for the Mooncake master: {error}") from error
     tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid())]
     with open(log, "ab") as output:
         return subprocess.Popen(
@@ -140,8 +148,7 @@ def wait_until_healthy(
     """
     deadline = time.monotonic() + timeout
     while process.poll() is None and time.monotonic() < deadline:
-        # Another process on the port would answer for it: ours must still live after the answer.
-        if settings.healthy() and process.poll() is None:
+        if settings.healthy():
             return
         time.sleep(_POLL_SECONDS)
     ended = process.poll()
@@ -159,6 +166,18 @@ def stop_master(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that holds a port."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections do not take a port
+        made.bind((host, port))
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def _executable() -> Path:
