@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from specforge_capture.locks import builder_lock
 from specforge_capture.prompts.chat import ChatRenderer
+from specforge_capture.prompts.checksum import file_sha256, require_checksum
 from specforge_capture.prompts.samples import Progress, PromptReport, Sample, SampleReader
 from specforge_capture.targets.base import PromptRow
 from specforge_config.data import DataConfig
@@ -128,11 +129,8 @@ def cache_key(data: DataConfig, renderer: ChatRenderer, vocab_size: int, mask_to
     Raises:
         ValueError: if a prompt file is missing or has another checksum than `data.sha256`.
     """
-    files = [(Path(path).name, _file_hash(Path(path))) for path in data.train]
-    if data.sha256 is not None and files[0][1] != data.sha256:
-        raise ValueError(
-            f"{data.train[0]}: its sha256 is {files[0][1]}, but data.sha256 requires {data.sha256}"
-        )
+    require_checksum(data)
+    files = [(Path(path).name, file_sha256(Path(path))) for path in data.train]
     settings = ("format", "max_length", "overlong", "supervise", "thinking", "enable_thinking")
     known = {
         "version": CACHE_VERSION,
@@ -143,13 +141,6 @@ def cache_key(data: DataConfig, renderer: ChatRenderer, vocab_size: int, mask_to
         **{name: getattr(data, name) for name in settings},
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _file_hash(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"data.train: no file {path}")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _open(folder: Path, key: str) -> PromptSet | None:
