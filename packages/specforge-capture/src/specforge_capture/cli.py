@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from specforge_capture.commands.regenerate import regenerate
+from specforge_capture.commands.serve import serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +26,7 @@ def commands() -> None:
 
 
 app.command()(regenerate)
+app.command()(serve)
 
 
 def main() -> None:
