@@ -55,6 +55,36 @@ def run(**sections: Any) -> RunConfig:
             {"target": {"path": "t", "backend": "sglang"}, "engine": {"tp_size": 2}},
             "1 ranks cannot be cut into islands of engine.tp_size=2",
         ),
+        (
+            {"engine": {"tp_size": 2}, "deployment": {"mode": "disaggregated", "managed": True}},
+            "target.backend hf holds a whole target on each capture server",
+        ),
+        (
+            {
+                "deployment": {"mode": "disaggregated", "managed": True},
+                "evaluation": {"prompts": "b.jsonl", "interval": 10},
+            },
+            "evaluation.interval is 10, but the ranks of a disaggregated run hold no target while they train",
+        ),
+        (
+            {
+                "training": {"global_batch_size": 8},
+                "deployment": {"mode": "disaggregated", "managed": True, "producer": {"low_samples": 7}},
+            },
+            "deployment.producer.low_samples is 7; required: at least one optimizer window, 8 samples",
+        ),
+        (
+            {
+                "deployment": {
+                    "mode": "disaggregated",
+                    "managed": True,
+                    "servers": {"count": 2},
+                    "store": {"capacity_bytes": 100},
+                    "producer": {"high_bytes": 201},
+                }
+            },
+            "deployment.producer.high_bytes is 201; required: at most 200",
+        ),
         ({"name": "../up"}, "String should match pattern"),
         ({"seed": -1}, "greater than or equal to 0"),
     ],
@@ -78,7 +108,12 @@ def test_sections_that_disagree_are_refused(sections: dict[str, Any], fault: str
             "engine": {"tp_size": 2, "context_length": 4096},
             "deployment": {"trainer": {"nproc_per_node": 4}},
         },
-        {"deployment": {"mode": "disaggregated"}, "engine": {"attention_backend": "fa3"}},
+        {
+            "target": {"path": "t", "backend": "sglang"},
+            "deployment": {"mode": "disaggregated", "managed": True},
+            "engine": {"attention_backend": "fa3", "tp_size": 8},
+        },
+        {"deployment": {"mode": "disaggregated", "managed": True}, "evaluation": {"prompts": "b.jsonl"}},
     ],
 )
 def test_sections_that_agree_are_taken(sections: dict[str, Any]) -> None:
@@ -122,9 +157,8 @@ def test_only_ranks_with_a_target_form_islands() -> None:
     trainer = {"nproc_per_node": 8}
     colocated = run(target=sglang, engine={"tp_size": 4}, deployment={"trainer": trainer})
     assert colocated.topology.num_islands == 2
-    consumers = run(
-        target=sglang, engine={"tp_size": 16}, deployment={"mode": "disaggregated", "trainer": trainer}
-    )
+    deployment = {"mode": "disaggregated", "managed": True, "trainer": trainer}
+    consumers = run(target=sglang, engine={"tp_size": 16}, deployment=deployment)
     assert consumers.topology.num_islands == 8
 
 

@@ -17,10 +17,9 @@ MINIMAL = {"target": {"path": "t"}, "data": {"train": "a"}}
             {"draft": {"rope_scaling": {"rope_type": "linear", "factor": 2}}},
             "draft.rope_scaling with rope_type=linear (built: default, yarn)",
         ),
-        ({"deployment": {"mode": "disaggregated"}}, "deployment.mode=disaggregated (built: local_colocated)"),
         (
             {"deployment": {"mode": "offline", "features": "f"}},
-            "deployment.mode=offline (built: local_colocated)",
+            "deployment.mode=offline (built: local_colocated, disaggregated)",
         ),
         (
             {"tracking": {"trackers": ["wandb"]}},
@@ -47,6 +46,7 @@ def test_every_unbuilt_setting_is_named() -> None:
         {"target": {"path": "t", "backend": "sglang"}, "engine": {"load_format": "dummy"}},
         {"engine": {"load_format": "dummy"}},
         {"target": {"path": "t", "gguf_file": "x.gguf"}},
+        {"deployment": {"mode": "disaggregated", "managed": True}},
     ],
 )
 def test_built_runs_may_start(sections: dict[str, Any]) -> None:

@@ -108,3 +108,21 @@ def test_context_beyond_the_positions_is_the_users_to_ask_for() -> None:
         engine={"context_length": longest + CONTEXT_HEADROOM},
     )
     assert resolve_engine_arguments(config, SHAPE, "cuda").keywords()["context_length"] == 8007
+
+
+def test_a_server_holds_the_requests_in_flight_and_leaves_no_room_for_answers() -> None:
+    deployment = {
+        "mode": "disaggregated",
+        "managed": True,
+        "producer": {"in_flight": 3},
+        "trainer": {"nproc_per_node": 2},
+    }
+    served = {"deployment": deployment, "evaluation": {"prompts": ["held_out.jsonl"]}}
+    values = resolve_engine_arguments(run_config(engine={"tp_size": 8}, **served), SHAPE, "cuda").keywords()
+    assert values["max_running_requests"] == 3
+    assert values["max_total_tokens"] == 3 * 1024
+    assert values["context_length"] == 1007
+    assert "disable_custom_all_reduce" not in values, "no trainer shares the process"
+    one = run_config(engine={"max_running_requests": 1, "max_total_tokens": 1007}, **served)
+    values = resolve_engine_arguments(one, SHAPE, "cuda").keywords()
+    assert (values["max_running_requests"], values["max_total_tokens"]) == (1, 1007)

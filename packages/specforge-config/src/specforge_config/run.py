@@ -7,7 +7,7 @@ from pydantic import Field
 
 from specforge_config.base import Config, unlike_default
 from specforge_config.data import DataConfig
-from specforge_config.deployment import DeploymentConfig, LocalColocated
+from specforge_config.deployment import DeploymentConfig, Disaggregated, LocalColocated
 from specforge_config.draft import DraftConfig, DSparkConfig
 from specforge_config.engine import EngineConfig
 from specforge_config.evaluation import EvaluationConfig
@@ -84,6 +84,8 @@ class RunConfig(Config):
             _ = self.topology, self.batches
         except ValueError as error:
             yield str(error)
+        else:
+            yield from self._disaggregated_faults()
         yield from self._engine_faults()
         yield from self._length_faults()
         yield from self._schedule_faults()
@@ -96,19 +98,42 @@ class RunConfig(Config):
     def _engine_faults(self) -> Iterator[str]:
         """The `hf` backend takes no engine settings but `load_format`, least of all a tensor parallelism
         that it would ignore."""
-        if self.target.backend != "hf" or self.deployment.mode != "local_colocated":
+        if self.target.backend != "hf":
             return
         for name in unlike_default(self.engine):
             if name == "tp_size":
+                holder = "rank" if self.deployment.mode == "local_colocated" else "capture server"
                 yield (
                     f"engine.tp_size is {self.engine.tp_size}, but target.backend hf holds a whole target on "
-                    "each rank; required: engine.tp_size 1 or target.backend sglang"
+                    f"each {holder}; required: engine.tp_size 1 or target.backend sglang"
                 )
             elif name != "load_format":
                 yield (
                     f"engine.{name} is set, but target.backend hf has no engine; "
                     f"required: drop engine.{name}, or target.backend sglang"
                 )
+
+    def _disaggregated_faults(self) -> Iterator[str]:
+        """Whole optimizer windows must fit between the producer's marks and into the store; ranks hold no
+        target while they train."""
+        deployment = self.deployment
+        if not isinstance(deployment, Disaggregated):
+            return
+        if self.evaluation.interval:
+            yield (
+                f"evaluation.interval is {self.evaluation.interval}, but the ranks of a disaggregated run "
+                "hold no target while they train; required: 0, which evaluates before and after"
+            )
+        try:
+            deployment.producer.watermarks(self.batches.global_batch_size)
+        except ValueError as error:
+            yield from (f"deployment.producer.{line}" for line in str(error).splitlines())
+        high, capacity = deployment.producer.high_bytes, deployment.store_bytes
+        if high is not None and capacity is not None and capacity < high:
+            yield (
+                f"deployment.producer.high_bytes is {high}; required: at most {capacity}, what "
+                "deployment.store.capacity_bytes gives over all servers"
+            )
 
     def _length_faults(self) -> Iterator[str]:
         """Rows of `data.max_length` tokens must fit the engine and the exported draft."""

@@ -18,7 +18,8 @@ class TargetConfig(Config):
     """Folder with `config.json`, safetensors weights and tokenizer, or with `gguf_file`. Pre-tokenised rows
     need no tokenizer, `engine.load_format: dummy` no weights."""
     backend: Literal["hf", "sglang"] = "hf"
-    """What runs the target: `hf` (transformers, CPU and GPU) or `sglang` (in the trainer's process)."""
+    """What runs the target, in the trainer's ranks or in capture servers: `hf` (transformers, CPU and GPU) or
+    `sglang`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Element type of the target's weights and of the captured states; `auto` takes the checkpoint's, float32
     for a `gguf_file`."""

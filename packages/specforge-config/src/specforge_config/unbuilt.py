@@ -12,8 +12,8 @@ def not_implemented(config: RunConfig) -> list[str]:
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind not in ("default", "yarn"):
             refused.append(f"draft.rope_scaling with rope_type={kind} (built: default, yarn)")
-    if config.deployment.mode != "local_colocated":
-        refused.append(f"deployment.mode={config.deployment.mode} (built: local_colocated)")
+    if config.deployment.mode == "offline":
+        refused.append("deployment.mode=offline (built: local_colocated, disaggregated)")
     if config.tracking.trackers:
         refused.append(
             f"tracking.trackers={list(config.tracking.trackers)} (built: metrics.jsonl, always written)"

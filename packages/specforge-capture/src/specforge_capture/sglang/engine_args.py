@@ -1,17 +1,19 @@
 """The engine's arguments, resolved once from a run: keywords in process and a server's command line are two
 views.
 
-Invariant: one prefill takes a whole island batch, `tp_size * batch_size` rows of up to `data.max_length`
-tokens, and SGLang never cuts, reorders or reuses it: no chunked prefill, no prefix cache, no overlap, no CUDA
-graph.
+Invariant: one prefill takes whole rows of up to `data.max_length` tokens, and SGLang never cuts, reorders or
+reuses them: no chunked prefill, no prefix cache, no overlap, no CUDA graph. In process a prefill is a whole
+island batch, `tp_size * batch_size` rows; a capture server prefills what has arrived.
 
 Pure: imports neither SGLang nor torch.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from specforge_config.deployment import Disaggregated
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape
 
@@ -74,7 +76,9 @@ def resolve_engine_arguments(
         ValueError: a line for each setting that the engine cannot serve one island batch with.
     """
     engine, longest = config.engine, config.data.max_length
-    requests = engine.tp_size * config.batches.batch_size
+    requests, served = engine.tp_size * config.batches.batch_size, False
+    if isinstance(config.deployment, Disaggregated):
+        requests, served = engine.max_running_requests or config.deployment.producer.in_flight, True
     context = engine.context_length or _default_context(config, target)
     values: dict[str, Value] = {
         "model_path": config.target.path,
@@ -98,7 +102,7 @@ def resolve_engine_arguments(
         "grammar_backend": "none",
         "random_seed": config.seed,
     }
-    if engine.tp_size > 1:
+    if engine.tp_size > 1 and not served:
         # SGLang's own all-reduce maps peers' memory, which the trainer's NCCL shares a device with.
         values["disable_custom_all_reduce"] = True
     optional = {
@@ -108,10 +112,22 @@ def resolve_engine_arguments(
         "mem_fraction_static": engine.mem_fraction_static or (0.5 if device == "cpu" else None),
     }
     values |= {name: value for name, value in optional.items() if value is not None}
-    faults = [*_faults(config, target, context, requests), *_extra_faults(config, values)]
+    faults = [*_faults(config, target, context), *_extra_faults(config, values)]
+    if not served:
+        faults += _island_faults(config, requests)
     if faults:
         raise ValueError("\n".join(faults))
     return EngineArguments(values | config.engine.extra)
+
+
+def engine_environment(device: Literal["cpu", "cuda"], tp_size: int) -> dict[str, str]:
+    """What SGLang reads from the environment when it starts; what is set there already is kept."""
+    if device == "cuda":
+        return {}
+    # SGLang wants each rank's cores named; where ranks run is not ours to say, so all get the same.
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    binding = os.environ.get("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * tp_size))
+    return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": binding}
 
 
 def _pages(tokens: int) -> int:
@@ -119,18 +135,17 @@ def _pages(tokens: int) -> int:
 
 
 def _default_context(config: RunConfig, target: TargetShape) -> int:
-    """Room for the longest row, and behind a prompt as long for an evaluated answer, as far as positions
-    reach."""
+    """Room for the longest row and, in process, behind a prompt as long for an evaluated answer, as far as
+    positions reach."""
     longest = config.data.max_length + CONTEXT_HEADROOM
     answer = 0
-    if config.evaluation.prompts:
+    if config.evaluation.prompts and config.deployment.mode == "local_colocated":
         answer = config.evaluation.max_new_tokens + getattr(config.draft, "block_size", 0) + 1
     return max(longest, min(longest + answer, target.max_positions))
 
 
-def _faults(config: RunConfig, target: TargetShape, context: int, requests: int) -> Iterator[str]:
+def _faults(config: RunConfig, target: TargetShape, context: int) -> Iterator[str]:
     engine, longest = config.engine, config.data.max_length
-    batch = f"tp_size {engine.tp_size} * batch_size {config.batches.batch_size}"
     if context < longest + CONTEXT_HEADROOM:
         yield (
             f"engine.context_length is {context}; required: at least {longest + CONTEXT_HEADROOM}, as SGLang "
@@ -142,6 +157,17 @@ def _faults(config: RunConfig, target: TargetShape, context: int, requests: int)
             f"the target has {target.max_positions} positions of which SGLang keeps {CONTEXT_HEADROOM}; or "
             "set engine.context_length, if the target reaches further than its max_position_embeddings"
         )
+    if engine.dp_size != 1:
+        yield (
+            f"engine.dp_size is {engine.dp_size}; required: 1, as islands and capture servers are the data "
+            "parallelism of a run, and a rank of a data-parallel engine would see a part of a batch"
+        )
+
+
+def _island_faults(config: RunConfig, requests: int) -> Iterator[str]:
+    """An engine in process takes a whole island batch of `requests` rows at once."""
+    engine, longest = config.engine, config.data.max_length
+    batch = f"tp_size {engine.tp_size} * batch_size {config.batches.batch_size}"
     if engine.max_running_requests is not None and engine.max_running_requests < requests:
         yield (
             f"engine.max_running_requests is {engine.max_running_requests}; required: at least "
@@ -153,11 +179,6 @@ def _faults(config: RunConfig, target: TargetShape, context: int, requests: int)
             f"engine.max_total_tokens is {engine.max_total_tokens}; required: at least {tokens}, the tokens "
             f"of one island batch, {batch} * data.max_length {longest}; or lower training.batch_size"
         )
-    if engine.dp_size != 1:
-        yield (
-            f"engine.dp_size is {engine.dp_size}; required: 1, as islands are the data parallelism of a "
-            "colocated run, and a rank of a data-parallel engine would see a part of the island's batch"
-        )
 
 
 def _extra_faults(config: RunConfig, values: dict[str, Value]) -> Iterator[str]:
@@ -166,6 +187,6 @@ def _extra_faults(config: RunConfig, values: dict[str, Value]) -> Iterator[str]:
             yield f"engine.extra.{name} is set; required: drop it, capture needs {name}={values[name]!r}"
         elif name in _OTHER_ENGINES:
             yield (
-                f"engine.extra.{name} is set; required: drop it, an island runs one engine over its tp_size "
-                "ranks"
+                f"engine.extra.{name} is set; required: drop it, an island or capture server runs one engine "
+                "over its tp_size ranks"
             )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specforge_capture.sglang.engine_args import resolve_engine_arguments
+from specforge_capture.sglang.engine_args import engine_environment, resolve_engine_arguments
 from specforge_capture.sglang.islands import Place
 from specforge_capture.sglang.versions import load_adapter
 from specforge_capture.startup import Startup
@@ -172,11 +172,7 @@ class SGLangTarget:
 @contextmanager
 def _sglang_environment(device: torch.device, tp_size: int) -> Generator[None]:
     """Set what SGLang reads when it starts, and keep the trainer's number of threads, which it changes."""
-    if device.type == "cpu":
-        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        # SGLang wants each rank's cores named; where ranks run is the trainer's to say, so all get the same.
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * tp_size))
+    os.environ |= engine_environment("cuda" if device.type == "cuda" else "cpu", tp_size)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -62,8 +62,11 @@ class MasterSettings:
         Raises:
             ValueError: if Mooncake is not installed.
         """
+        return [str(_executable()), *self.arguments()]
+
+    def arguments(self) -> list[str]:
+        """The command line behind the executable, which this machine may lack."""
         return [
-            str(_executable()),
             f"--rpc_address={self.host}",
             f"--rpc_port={self.port}",
             f"--metrics_host={self.host}",
