@@ -57,7 +57,7 @@ def test_the_plan_of_32_ranks(overrides: list[str]) -> None:
     assert parts["target weights"] == WEIGHT_BYTES // 8
     assert parts["engine's token pool"] == 8 * 8320 * 93 * 576 * 2
     captured = parts["an island's states, while it captures"]
-    assert captured == 8 * parts["features of one staged batch"] == 8 * 8192 * 6 * 7168 * 2
+    assert captured == 8 * parts["features of staged batches"] == 8 * 8192 * 6 * 7168 * 2
     config = load_run(RECIPE, overrides)
     assert config.draft.method == "dspark"
     parameters = draft_parameters(config.draft, read_target_shape(config.target.path))

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 CHILD = """
 import time
@@ -52,3 +53,31 @@ def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
     )
     assert child.returncode == 1
     assert child.stdout == b""
+
+
+TIDY = """
+import signal, sys, time
+from specforge_launch.lifeline import stop_with_parent
+stop_with_parent()
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+print("up", flush=True)
+while len(asked) < 2:
+    time.sleep(0.02)
+open({path!r}, "w").write("put away")
+"""
+
+
+def test_a_child_with_something_to_put_away_is_asked_twice(tmp_path: Path) -> None:
+    path = tmp_path / "done"
+    program = [sys.executable, "-c", PARENT, TIDY.format(path=str(path))]
+    parent = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate(timeout=10)
+    deadline = time.monotonic() + 20
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(child)
+    assert path.read_text() == "put away"

@@ -6,7 +6,7 @@ import torch
 from specforge_config.draft import BlockDraft
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape, read_target_shape
-from specforge_launch.memory import MemoryPlan, draft_parameters, predict
+from specforge_launch.memory import MemoryPlan, draft_parameters, predict, require_room_to_measure
 from specforge_train.registry import get_method
 
 Load = Callable[..., RunConfig]
@@ -75,7 +75,7 @@ def test_full_sharding_gathers_less_than_grad_op(load: Load) -> None:
 def test_one_staged_batch_holds_the_captured_layers_and_the_final_state(load: Load) -> None:
     parts = predicted(load("draft.target_layer_ids=[0, 3, 6]", "target.dtype=float32")).parts
     samples, length, states, hidden = 4, 32, 3 + 1, 64
-    assert parts["features of one staged batch"] == samples * length * states * hidden * 4
+    assert parts["features of staged batches"] == samples * length * states * hidden * 4
 
 
 def test_the_target_is_counted_in_its_own_type_and_shared_inside_an_island(load: Load) -> None:
@@ -88,3 +88,22 @@ def test_the_total_is_the_sum_and_the_capacity_is_kept(load: Load) -> None:
     plan = predicted(load(), capacity=7)
     assert plan.total == sum(plan.parts.values()) > 0
     assert plan.to_json()["capacity"] == 7
+
+
+def test_ranks_of_a_disaggregated_run_hold_fetched_batches_and_no_target(load: Load) -> None:
+    managed = ["deployment.mode=disaggregated", "deployment.managed=true"]
+    consumer, colocated = predicted(load(*managed)).parts, predicted(load()).parts
+    assert not {"target weights", "target activations"} & consumer.keys()
+    assert consumer["features of staged batches"] == 3 * colocated["features of staged batches"]
+    ahead = predicted(load(*managed, "deployment.consumer.ahead_batches=1")).parts
+    assert ahead["features of staged batches"] == 2 * colocated["features of staged batches"]
+
+
+def test_a_target_that_does_not_fit_the_trainer_cannot_be_measured_there(load: Load) -> None:
+    config = load("deployment.mode=disaggregated", "deployment.managed=true")
+    target = read_target_shape(config.target.path)
+    plenty = predicted(config, capacity=1 << 40)
+    require_room_to_measure(config, target, plenty)
+    require_room_to_measure(load("evaluation.prompts=[]"), target, predicted(config, capacity=1))
+    with pytest.raises(ValueError, match=r"evaluation\.prompts is set.*specforge-launch evaluate"):
+        require_room_to_measure(config, target, predicted(config, capacity=1000))

@@ -57,7 +57,6 @@ def test_one_node_meets_on_a_free_port_and_several_on_their_rendezvous(load: Loa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("deployment.mode=disaggregated", "not implemented yet: deployment.mode=disaggregated"),
         ("tracking.trackers=[wandb]", "not implemented yet: tracking.trackers"),
     ],
 )

@@ -12,7 +12,7 @@ from specforge_launch.run_folder import Follower, RunFolder
 HOLD = """
 import sys, time
 from specforge_launch.run_folder import RunFolder
-with RunFolder(sys.argv[1]).lock(0):
+with RunFolder(sys.argv[1]).lock("node0"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -28,15 +28,15 @@ def test_a_folder_in_use_is_refused_by_name_and_free_once_its_user_is_killed(
         assert holder.stdout.readline() == "held\n"
         with (
             pytest.raises(ValueError, match=f"in use by the run of process {holder.pid}"),
-            RunFolder(tmp_path).lock(0),
+            RunFolder(tmp_path).lock("node0"),
         ):
             pass
-        with RunFolder(tmp_path).lock(1):  # another node's
+        with RunFolder(tmp_path).lock("node1"):  # another node's
             pass
     finally:
         os.kill(holder.pid, signal.SIGKILL)
         holder.communicate(timeout=10)
-    with RunFolder(tmp_path).lock(0) as lock:
+    with RunFolder(tmp_path).lock("node0") as lock:
         lock.seek(0)
         assert lock.read() == str(os.getpid())
 
@@ -49,11 +49,12 @@ def test_clearing_keeps_checkpoints_and_results(tmp_path: Path) -> None:
         folder.metrics,
         folder.untrained,
     )
-    gone = (folder.stop, folder.progress, folder.errors / "rank-0.json")
+    gone = (folder.stop, folder.progress, folder.errors / "rank-0.json", folder.error("producer"))
     for path in (*kept, *gone):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    folder.clear(0, [0, 1])
+    folder.clear(["producer"])
+    folder.clear_node(0, [0, 1])
     assert all(path.exists() for path in kept)
     assert not any(path.exists() for path in gone)
     assert folder.has_checkpoint

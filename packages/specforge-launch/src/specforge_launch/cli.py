@@ -5,6 +5,7 @@ Errors of the user (ValueError) are one message on stderr and exit code 2; Ctrl-
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -79,7 +80,13 @@ def _print_json(value: Any) -> None:
 def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    node_rank: Annotated[int, typer.Option(min=0, help="Which of the run's nodes this is.")] = 0,
+    node_rank: Annotated[
+        int, typer.Option(min=0, help="Which of the run's nodes this is; with --role server, which server.")
+    ] = 0,
+    role: Annotated[
+        Literal["store", "server", "producer", "consumer"] | None,
+        typer.Option(help="The part of a disaggregated run that this node runs, unless the run is managed."),
+    ] = None,
     resume: Annotated[
         Literal["auto", "never", "required"] | None,
         typer.Option(help="Go on from the newest checkpoint: where there is one, never, or fail without."),
@@ -92,6 +99,7 @@ def run(
       specforge-launch run recipes/quickstart.yaml
       specforge-launch run quickstart deployment.trainer.nproc_per_node=2
       specforge-launch run my.yaml --node-rank 1      on the second of several nodes
+      specforge-launch run my.yaml --role server      one part of a disaggregated run; plan names all
     """
     from specforge_launch.plan import make_plan
     from specforge_launch.show import summary_table
@@ -100,25 +108,28 @@ def run(
     config = _load_with_target(
         recipe, [*(overrides or []), *([f"training.resume={resume}"] if resume else [])]
     )
-    plan = make_plan(config)
-    if summary := finished_summary(config):
+    plan = make_plan(config, shlex.join([recipe, *(overrides or [])]))
+    if role not in ("store", "server") and (summary := finished_summary(config)):
         out.print("this run has finished before; set name or output_dir for a new one\n", highlight=False)
         out.print(summary_table(summary))
         return
-    raise typer.Exit(start(config, plan, node_rank, out, err))
+    raise typer.Exit(start(config, plan, node_rank, out, err, role))
 
 
 @app.command(rich_help_panel="Runs")
 def plan(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Show what a run would do: processes, islands, engine, memory, steps, outputs. Starts nothing.
 
-    specforge-launch plan quickstart
-    specforge-launch plan quickstart deployment.trainer.nproc_per_node=2 --json
+    Of a disaggregated run it also shows what passes through the store, and what is typed on each node.
+
+      specforge-launch plan quickstart
+      specforge-launch plan quickstart deployment.trainer.nproc_per_node=2 --json
+      specforge-launch plan kimi-k3-dspark-disaggregated
     """
     from specforge_launch.plan import make_plan
     from specforge_launch.show import plan_tables
 
-    made = make_plan(_load_with_target(recipe, overrides))
+    made = make_plan(_load_with_target(recipe, overrides), shlex.join([recipe, *(overrides or [])]))
     if as_json:
         _print_json(made.to_json())
         return

@@ -62,15 +62,24 @@ def _silent(
 ) -> Failure:
     steps = [record["step"] for record in raised if record["step"] is not None]
     step = min(steps) if steps else last_step
+    hint = "; see its log" if code >= 0 else ""
+    return Failure(how_ended(f"rank {rank}", code, _at(step)) + hint, peers=_peers(raised, others))
+
+
+def how_ended(name: str, code: int, where: str = "") -> str:
+    """How a process that wrote nothing ended.
+
+    Args:
+        name: what it is called.
+        code: its exit code, negative for a signal.
+        where: in which step.
+    """
     if code >= 0:
-        return Failure(
-            f"rank {rank} ended with exit code {code}{_at(step)}; see its log", peers=_peers(raised, others)
-        )
+        return f"{name} ended with exit code {code}{where}"
     hint = ""
     if -code == signal.SIGKILL:
         hint = ": look for the kernel's out-of-memory killer (dmesg), or for who sent it"
-    headline = f"rank {rank} was killed by {signal.Signals(-code).name}{_at(step)}{hint}"
-    return Failure(headline, peers=_peers(raised, others))
+    return f"{name} was killed by {signal.Signals(-code).name}{where}{hint}"
 
 
 def _peers(raised: list[dict[str, Any]], silent: list[int]) -> tuple[str, ...]:

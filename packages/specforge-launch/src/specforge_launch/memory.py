@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specforge_capture.sglang.engine_args import resolve_engine_arguments
+from specforge_config.deployment import Disaggregated
 from specforge_config.draft import BlockDraft, DSparkConfig, default_layer_ids
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape
@@ -117,6 +118,33 @@ def _pool_bytes(config: RunConfig, target: TargetShape, *, on_gpu: bool) -> int:
     return int(values["max_total_tokens"]) * target.num_layers * channels * width
 
 
+def _target_parts(
+    config: RunConfig, target: TargetShape, tokens: int, states: int, *, on_gpu: bool
+) -> dict[str, int]:
+    """Bytes of the target and its capture on a rank; none in a disaggregated run.
+
+    Args:
+        config: the run.
+        target: the target's shape.
+        tokens: T of a micro-step on a rank.
+        states: bytes of a token's captured states.
+        on_gpu: whether ranks compute on GPUs.
+    """
+    if config.deployment.mode != "local_colocated":
+        return {}
+    island = config.topology.tp_size
+    width = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
+    return {
+        "target weights": target_bytes(config, target) // island,
+        "engine's token pool": _pool_bytes(config, target, on_gpu=on_gpu),
+        "an island's states, while it captures": island * tokens * states if island > 1 else 0,
+        "target activations": island
+        * tokens
+        * (6 * target.hidden_size + 3 * target.intermediate_size // island)
+        * width,
+    }
+
+
 def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: int | None) -> MemoryPlan:
     """The peak of one rank.
 
@@ -140,26 +168,41 @@ def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: i
         gathered = parameters
     samples = config.batches.batch_size
     tokens, slots = samples * config.data.max_length, samples * draft.num_anchors * draft.block_size
-    island, states = config.topology.tp_size, (sizes.captured + 1) * sizes.hidden * state
+    states = (sizes.captured + 1) * sizes.hidden * state
+    staged = 1
+    if isinstance(config.deployment, Disaggregated):
+        staged += config.deployment.consumer.ahead_batches
     width = sizes.head_dim * (sizes.heads + 2 * sizes.kv_heads)
     context = sizes.hidden + sizes.layers * 2 * sizes.kv_heads * sizes.head_dim
     block = sizes.layers * (6 * sizes.hidden + 2 * width + 4 * sizes.intermediate)
     vocabulary = (1 if target.tied_head else 2) * target.vocab_size * target.hidden_size
     parts = {
-        "target weights": target_bytes(config, target) // config.topology.tp_size,
+        **_target_parts(config, target, tokens, states, on_gpu=on_gpu),
         "frozen embedding and head": vocabulary * compute,
         "draft master weights": 4 * parameters // shards,
         "draft gradients": 4 * parameters // shards,
         "optimizer states": 8 * parameters // shards,
         "gathered draft weights": gathered * compute,
-        "features of one staged batch": tokens * states,
-        "engine's token pool": _pool_bytes(config, target, on_gpu=on_gpu),
-        "an island's states, while it captures": island * tokens * states if island > 1 else 0,
-        "target activations": island
-        * tokens
-        * (6 * target.hidden_size + 3 * target.intermediate_size // island)
-        * state,
+        "features of staged batches": staged * tokens * states,
         "draft activations": (tokens * context + slots * block) * compute,
         "draft and teacher logits": slots * sizes.vocabulary * 4 * (1 if on_gpu else 3),
     }
     return MemoryPlan(parts, capacity)
+
+
+def require_room_to_measure(config: RunConfig, target: TargetShape, memory: MemoryPlan) -> None:
+    """Check that ranks which hold no target while they train can load it, before and after, to decode.
+
+    Raises:
+        ValueError: if evaluation prompts are set and the target does not fit beside the draft.
+    """
+    if not config.evaluation.prompts or memory.capacity is None:
+        return
+    kept = ("frozen embedding and head", "draft master weights", "draft gradients", "optimizer states")
+    need = target_bytes(config, target) + sum(memory.parts[name] for name in kept)
+    if need > memory.capacity:
+        raise ValueError(
+            f"evaluation.prompts is set, but a trainer rank has {memory.capacity} bytes, and decoding takes "
+            f"{need} with the whole target; required: evaluation.prompts [], and afterwards "
+            "`specforge-launch evaluate` of the run's folder where the target fits"
+        )

@@ -7,14 +7,16 @@ It loads no torch and starts nothing; `run` carries out exactly what `plan` show
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from specforge_capture.sglang.engine_args import resolve_engine_arguments
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape, read_target_shape
 from specforge_config.unbuilt import not_implemented
 from specforge_launch.machine import cores, gpu_memory, main_memory
-from specforge_launch.memory import MemoryPlan, predict
+from specforge_launch.memory import MemoryPlan, predict, require_room_to_measure
 from specforge_launch.run_folder import RunFolder
+from specforge_launch.services import CapturePlan, plan_capture
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class RunPlan:
     mesh: tuple[int, int]
     """(replicas, shards) of the draft."""
     processes: tuple[Process, ...]
+    """The ranks."""
     threads_per_rank: int
     """Threads that a rank computes with on the CPU."""
     rendezvous: Rendezvous
@@ -75,6 +78,13 @@ class RunPlan:
     steps: Steps
     outputs: dict[str, str]
     """What the run makes -> where it lies."""
+    capture: CapturePlan | None = None
+    """How features come to the ranks of a disaggregated run; None where ranks capture themselves."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What ranks and capture servers compute on."""
+        return "cpu" if self.processes[0].device == "cpu" else "cuda"
 
     @property
     def total_steps(self) -> int:
@@ -85,7 +95,8 @@ class RunPlan:
         """The plan as plain values; `steps` is spread over the top level."""
         plain = asdict(self)
         steps = plain.pop("steps")
-        return {**plain, "memory": self.memory.to_json(), **steps}
+        capture = self.capture and {**plain["capture"], "window_bytes": self.capture.window_bytes}
+        return {**plain, "memory": self.memory.to_json(), "capture": capture, **steps}
 
 
 def outputs_of(config: RunConfig) -> dict[str, str]:
@@ -105,12 +116,16 @@ def outputs_of(config: RunConfig) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items()}
 
 
-def make_plan(config: RunConfig) -> RunPlan:
+def make_plan(config: RunConfig, source: str = "RECIPE") -> RunPlan:
     """Plan a run.
 
+    Args:
+        config: the run.
+        source: recipe and overrides as they are typed, for the commands of each node.
+
     Raises:
-        ValueError: for settings that nothing carries out yet, for files that are missing or unreadable, and
-            for a run shorter than one optimizer step.
+        ValueError: for settings that nothing carries out yet, for files that are missing or unreadable, for
+            a run shorter than one optimizer step, and for one that does not fit its store or its GPUs.
     """
     if refused := not_implemented(config):
         raise ValueError("\n".join(refused))
@@ -123,6 +138,11 @@ def make_plan(config: RunConfig) -> RunPlan:
     if trainer.nnodes > 1:
         port = Rendezvous("static", str(trainer.rendezvous), trainer.run_id)
     threads = trainer.cpu_threads or max(1, cores() // trainer.nproc_per_node)
+    memory = predict(config, target, on_gpu=on_gpu, capacity=capacity)
+    capture = None
+    if config.deployment.mode == "disaggregated":
+        require_room_to_measure(config, target, memory)
+        capture = plan_capture(config, target, "cuda" if on_gpu else "cpu", source, len(gpus))
     return RunPlan(
         name=config.name,
         mode=config.deployment.mode,
@@ -134,9 +154,10 @@ def make_plan(config: RunConfig) -> RunPlan:
         threads_per_rank=threads,
         rendezvous=port,
         engine_args=_engine_args(config, target, on_gpu=on_gpu),
-        memory=predict(config, target, on_gpu=on_gpu, capacity=capacity),
+        memory=memory,
         steps=_steps(config),
         outputs=outputs_of(config),
+        capture=capture,
     )
 
 
@@ -163,7 +184,12 @@ def agent_arguments(plan: RunPlan, node: int) -> list[str]:
 
 def _process(config: RunConfig, rank: int, on_gpu: bool) -> Process:
     node, local = divmod(rank, config.deployment.trainer.nproc_per_node)
-    command = (sys.executable, "-m", "specforge_launch.worker", str(RunFolder(config.folder).launch(node)))
+    command = (
+        sys.executable,
+        "-m",
+        "specforge_launch.worker",
+        str(RunFolder(config.folder).launch(f"node{node}")),
+    )
     return Process("trainer", node, rank, local, f"cuda:{local}" if on_gpu else "cpu", command)
 
 

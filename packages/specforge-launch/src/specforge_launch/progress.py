@@ -26,6 +26,7 @@ STAGES = {
     "start": "starting the ranks",
     "prompts": "preparing prompts",
     "target": "loading the target",
+    "join": "joining the ranks",
     "untrained": "measuring the untrained draft",
     "train": "training",
     "evaluate": "evaluating",

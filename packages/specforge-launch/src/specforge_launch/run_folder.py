@@ -39,31 +39,47 @@ class RunFolder:
         """The table of a finished run."""
         return json.loads(self.summary.read_text()) if self.summary.is_file() else None
 
-    def launch(self, node: int) -> Path:
-        """What a node's ranks are started with; it becomes `resolved.yaml` once they accept it."""
-        return self.path / f".launch.node{node}.yaml"
+    def launch(self, part: str) -> Path:
+        """What a part of the run is started with; that of ranks becomes `resolved.yaml` once they accept
+        it."""
+        return self.path / f".launch.{part}.yaml"
+
+    def error(self, name: str) -> Path:
+        """Where a process beside the ranks records why it failed."""
+        return self.errors / f"{name}.json"
+
+    def log(self, name: str) -> Path:
+        """What a process beside the ranks prints."""
+        return self.logs / f"{name}.log"
 
     def exits(self, node: int) -> Path:
         """Where a node's agent writes how its ranks failed."""
         return self.errors / f"exits.node{node}.json"
 
-    def clear(self, node: int, ranks: Iterable[int]) -> None:
-        """Remove what an earlier start of a node left: errors; on node 0 progress and a stop request too."""
+    def clear(self, services: Iterable[str]) -> None:
+        """Remove what an earlier start of processes beside the ranks left of errors."""
         for path in (self.errors, self.logs):
             path.mkdir(parents=True, exist_ok=True)
+        for name in services:
+            self.error(name).unlink(missing_ok=True)
+
+    def clear_node(self, node: int, ranks: Iterable[int]) -> None:
+        """Remove what an earlier start of a node's ranks left: errors; on node 0 progress and a stop request
+        too."""
         stale = [self.exits(node), *(self.errors / f"rank-{rank}.json" for rank in ranks)]
         for path in (*stale, *((self.stop, self.progress) if node == 0 else ())):
             path.unlink(missing_ok=True)
 
     @contextmanager
-    def lock(self, node: int) -> Generator[IO[str], None, None]:
-        """Hold this node's lock on the folder. It ends with the last process that has the file open.
+    def lock(self, part: str) -> Generator[IO[str], None, None]:
+        """Hold the lock of a part of the run, such as node0, on the folder. It ends with the last process
+        that has the file open.
 
         Raises:
             ValueError: if another launcher holds it, naming its process.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / f".lock.node{node}", "a+") as file:
+        with open(self.path / f".lock.launch-{part}", "a+") as file:
             deadline = time.monotonic() + _LOCK_SECONDS
             while not _locked(file):
                 if time.monotonic() > deadline:

@@ -1,5 +1,6 @@
 """Tables for people: a plan, the summary of a run, a report of prepared prompts."""
 
+import shlex
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from specforge_launch.plan import RunPlan
+from specforge_launch.services import CapturePlan
 
 DUMMY_WEIGHTS = "dummy weights: the target is random; speed and memory are real, losses and τ are not"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -69,7 +71,36 @@ def plan_tables(plan: RunPlan) -> list[Table]:
     return [
         _two_columns(f"plan of {plan.name}", run),
         _two_columns("predicted peak a rank", parts),
+        *(capture_tables(plan.capture) if plan.capture else ()),
         _two_columns("outputs", plan.outputs.items()),
+    ]
+
+
+def capture_tables(capture: CapturePlan) -> list[Table]:
+    """What passes through the store, the processes beside the ranks, and what is typed on each node."""
+
+    def mark(samples: int, size: int | None) -> str:
+        return f"{samples} samples" + ("" if size is None else f", {bytes_text(size)}")
+
+    window = f"{bytes_text(capture.window_bytes)}, {capture.window_samples} samples"
+    features = [
+        ("a sample", f"{bytes_text(capture.sample_bytes)} at data.max_length"),
+        ("an optimizer window", window),
+        ("captured ahead, at most", mark(capture.high_samples, capture.high_bytes)),
+        ("capture goes on below", mark(capture.low_samples, capture.low_bytes)),
+        ("target weights, a server's GPU", bytes_text(capture.server_weights)),
+        ("store", "as the disk has" if capture.store_bytes is None else bytes_text(capture.store_bytes)),
+    ]
+    processes = []
+    for service in capture.services:
+        where = [f"on {service.address}"] if service.address else []
+        where += [f"GPUs {ranks_text(service.gpus)}"] if service.gpus else []
+        processes.append((service.name, ", ".join([*where, shlex.join(service.command)])))
+    commands = [(node.host, "\n".join(node.commands)) for node in capture.nodes]
+    return [
+        _two_columns("features", features),
+        _two_columns("processes beside the ranks", processes),
+        _two_columns("commands of each node", commands),
     ]
 
 

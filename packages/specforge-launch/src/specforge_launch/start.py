@@ -4,10 +4,13 @@ from typing import Any
 
 from rich.console import Console
 
+from specforge_capture.prompts.checksum import require_checksum
+from specforge_config.deployment import Disaggregated
 from specforge_config.loading import load_run
 from specforge_config.run import RunConfig
 from specforge_launch.plan import RunPlan
 from specforge_launch.run_folder import RunFolder
+from specforge_launch.services import Role
 from specforge_launch.show import DUMMY_WEIGHTS, summary_table
 from specforge_launch.supervise import OK, run_node
 
@@ -23,19 +26,20 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     return folder.read_summary() if before == now else None
 
 
-def start(config: RunConfig, plan: RunPlan, node: int, out: Console, err: Console) -> int:
-    """Run this node's part of a plan; node 0 then writes the report and shows the table.
+def start(
+    config: RunConfig, plan: RunPlan, node: int, out: Console, err: Console, role: Role | None = None
+) -> int:
+    """Run this node's part of a plan; the node of rank 0 then writes the report and shows the table.
 
     Returns:
         The exit code.
 
     Raises:
-        ValueError: if `training.resume` and the folder disagree, if `node` is none of the run's, or if the
-            folder is in use.
+        ValueError: if the training file is not that of `data.sha256`, if `training.resume` and the folder
+            disagree, if `node` is none of the run's, or if the folder is in use.
     """
-    nodes = config.deployment.trainer.nnodes
-    if node >= nodes:
-        raise ValueError(f"--node-rank is {node}, required less than deployment.trainer.nnodes={nodes}")
+    require_checksum(config.data)
+    _require_place(config, plan, node, role)
     folder = RunFolder(config.folder)
     if config.training.resume == "never" and folder.has_checkpoint:
         raise ValueError(
@@ -45,8 +49,8 @@ def start(config: RunConfig, plan: RunPlan, node: int, out: Console, err: Consol
         raise ValueError(f"training.resume is required, but {folder.path} holds no checkpoint")
     if config.dummy_weights:
         out.print(DUMMY_WEIGHTS, style="yellow", highlight=False)
-    code = run_node(config, plan, node, out, err)
-    if code == OK and node == 0:
+    code = run_node(config, plan, node, out, err, role)
+    if code == OK and node == 0 and role in (None, "consumer"):
         from specforge_launch.report import write_report
 
         with out.status("writing the report"):
@@ -55,3 +59,35 @@ def start(config: RunConfig, plan: RunPlan, node: int, out: Console, err: Consol
         assert summary is not None, "a run that is done has written its summary"
         out.print(summary_table(summary))
     return code
+
+
+def _require_place(config: RunConfig, plan: RunPlan, node: int, role: Role | None) -> None:
+    """Check that a role on a node is a part of the run.
+
+    Raises:
+        ValueError: naming the parts that there are.
+    """
+    deployment = config.deployment
+    if role is not None and not isinstance(deployment, Disaggregated):
+        raise ValueError(f"--role is {role}, but deployment.mode is {deployment.mode}; required: no --role")
+    if isinstance(deployment, Disaggregated):
+        if role is not None and deployment.managed:
+            raise ValueError(
+                f"--role is {role}, but deployment.managed is true, which runs all roles; drop one"
+            )
+        if role is None and not deployment.managed:
+            assert plan.capture is not None
+            typed = (f"  {node.host}:  {line}" for node in plan.capture.nodes for line in node.commands)
+            raise ValueError(
+                "a disaggregated run that is not managed is started by its roles:\n" + "\n".join(typed)
+            )
+        if role == "server":
+            if node >= deployment.num_servers:
+                raise ValueError(
+                    f"--node-rank is {node}, required less than the {deployment.num_servers} of "
+                    "deployment.servers.addresses"
+                )
+            return
+    nodes = deployment.trainer.nnodes if role in (None, "consumer") else 1
+    if node >= nodes:
+        raise ValueError(f"--node-rank is {node}, required less than deployment.trainer.nnodes={nodes}")

@@ -21,8 +21,10 @@ def main(resolved: str, started: str) -> None:
     from specforge_train.abort import abort_on_error
 
     with abort_on_error(Path(config.folder), rank, int(os.environ["WORLD_SIZE"])):
-        from specforge_launch.colocated import run
-
+        if config.deployment.mode == "disaggregated":
+            from specforge_launch.disaggregated import run
+        else:
+            from specforge_launch.colocated import run
         run(config, float(started))
 
 

@@ -1,0 +1,134 @@
+"""What a process beside the ranks runs: `python -m specforge_launch.roles <role> <launch.yaml> <arguments>`.
+
+The store's master and capture servers replace this process once their commands are settled; the producer
+runs in it. A failure before that, or of the producer, is recorded in `errors/<name>.json`: type, message,
+traceback.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from specforge_launch.lifeline import die_with_parent, stop_with_parent
+
+if TYPE_CHECKING:
+    from specforge_config.deployment import Disaggregated
+    from specforge_config.run import RunConfig
+
+
+def main(role: str, launched: str, *arguments: str) -> None:
+    """Run a role.
+
+    Args:
+        role: store, server, producer or sweep.
+        launched: the run's configuration.
+        arguments: `store <metrics port>`, `server <index> <port> <device>`, `producer <server address>…`,
+            `sweep`.
+    """
+    from specforge_config.loading import load_run
+    from specforge_launch.run_folder import RunFolder
+
+    config = load_run(launched)
+    name = f"{role}-{arguments[0]}" if role == "server" else role
+    record_failures(RunFolder(config.folder).error(name))
+    roles = {"store": run_store, "server": run_server, "producer": produce, "sweep": sweep}
+    roles[role](config, *arguments)
+
+
+def run_store(config: "RunConfig", metrics_port: str) -> None:
+    """Become Mooncake's master.
+
+    Raises:
+        ValueError: if Mooncake is not installed.
+    """
+    from specforge_config.store import MooncakeStore
+    from specforge_launch.services import master_of
+
+    store = _deployment(config).store
+    assert isinstance(store, MooncakeStore), "a store of files needs no process"
+    _become(master_of(store, int(metrics_port)).command(), {})
+
+
+def run_server(config: "RunConfig", index: str, port: str, device: str) -> None:
+    """Settle the capture contract and become a capture server.
+
+    Raises:
+        ValueError: for a target that does not fit the draft, or settings that the engine cannot serve with.
+    """
+    from specforge_capture.sglang.engine_args import engine_environment
+    from specforge_launch.resolve import resolve
+    from specforge_launch.services import server_command
+
+    resolved, kind = resolve(config), "cuda" if device == "cuda" else "cpu"
+    contract = resolved.spec.model_dump_json()
+    command = server_command(config, resolved.target, kind, int(index), int(port), contract)
+    environment = engine_environment(kind, config.engine.tp_size) if config.target.backend == "sglang" else {}
+    _become(command, environment)
+
+
+def produce(config: "RunConfig", *servers: str) -> None:
+    """Have the run's prompts captured until all is trained, or SIGTERM."""
+    from specforge_capture.producer import run_producer
+    from specforge_launch.assembly import prepare
+
+    deployment, prepared = _deployment(config), prepare(config)
+    tell = partial(print, flush=True)
+    produced = run_producer(
+        deployment.production,
+        [f"http://{address}" for address in servers],
+        deployment.store,
+        prepared.prompts,
+        prepared.plan,
+        prepared.resolved.spec,
+        Path(config.folder),
+        tell,
+    )
+    tell(f"{produced.captured} samples captured, {produced.retried} requests repeated")
+
+
+def sweep(config: "RunConfig") -> None:
+    """Free what a run whose producer was killed left in the store."""
+    from specforge_capture.producer import sweep as free
+    from specforge_capture.stores.base import open_store
+
+    with closing(open_store(_deployment(config).store, contribute=False)) as store:
+        free(Path(config.folder), store)
+
+
+def record_failures(path: Path) -> None:
+    """Let an exception that ends this process be written to `path` beside its traceback in the log."""
+
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        print(text, file=sys.stderr, flush=True)
+        staged = path.with_suffix(".new")
+        staged.write_text(json.dumps({"type": kind.__name__, "message": str(error), "traceback": text}))
+        staged.replace(path)
+
+    sys.excepthook = record
+
+
+def _deployment(config: "RunConfig") -> "Disaggregated":
+    from specforge_config.deployment import Disaggregated
+
+    assert isinstance(config.deployment, Disaggregated)
+    return config.deployment
+
+
+def _become(command: Sequence[str], environment: dict[str, str]) -> None:
+    try:
+        os.execvpe(command[0], list(command), {**os.environ, **environment})
+    except FileNotFoundError:
+        raise ValueError(f"deployment.servers.python: there is no {command[0]}") from None
+
+
+if __name__ == "__main__":
+    (stop_with_parent if sys.argv[1] == "producer" else die_with_parent)()
+    main(*sys.argv[1:])
