@@ -16,7 +16,8 @@ unexport VIRTUAL_ENV UV_PROJECT_ENVIRONMENT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.cache/inductor TRITON_CACHE_DIR=$(CURDIR)/.cache/triton
 
-SGLANG_TESTS := packages/specforge-capture/tests/sglang tests/test_sglang_colocated.py tests/test_sglang_export.py
+SGLANG_TESTS := packages/specforge-capture/tests/sglang tests/test_sglang_colocated.py tests/test_sglang_disaggregated.py \
+	tests/test_sglang_export.py
 
 UV_READY := .uv/.ready-$(UV_VERSION)
 VENV_READY := .venv/.ready

@@ -66,6 +66,10 @@ class Launched:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
+    def forget(self) -> None:
+        """Right after a start: drop what an earlier one reported, so that it is not waited for."""
+        (self.folder / "progress.jsonl").unlink(missing_ok=True)
+
     def wait_for(self, reached: Callable[[dict[str, Any]], bool], timeout: float = 240) -> dict[str, Any]:
         """The first event for which `reached` holds."""
         deadline = time.monotonic() + timeout
@@ -77,9 +81,9 @@ class Launched:
             time.sleep(0.02)
         raise TimeoutError(f"not reached within {timeout} s: {self.events()[-3:]}")
 
-    def wait_for_step(self, step: int) -> None:
+    def wait_for_step(self, step: int, timeout: float = 240) -> None:
         """Wait until an optimizer step of this start is done."""
-        self.wait_for(lambda event: event["stage"] == "train" and event["step"] >= step)
+        self.wait_for(lambda event: event["stage"] == "train" and event["step"] >= step, timeout)
 
     def halt(self, step: int) -> list[int]:
         """Stop the ranks (SIGSTOP) soon after a step, however fast steps are; their process ids."""
@@ -138,20 +142,29 @@ class Ended:
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """Process id -> command line of what runs for `folder`, launchers and zombies left out."""
+    """Process id -> command line of what runs for `folder`, launchers and zombies left out: what names it,
+    and what writes into its logs, as servers and their children do."""
     found = {}
     for path in Path("/proc").iterdir():
         if not path.name.isdigit():
             continue
         try:
             command = (path / "cmdline").read_bytes().decode().replace("\0", " ")
+            log = os.readlink(path / "fd" / "1")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if str(folder) in command and (
-            "specforge_launch.worker" in command or "specforge_launch.agent" in command
+        ours = ("specforge_launch.worker", "specforge_launch.agent", "specforge_launch.roles")
+        if log.startswith(f"{folder}/logs/") or (
+            str(folder) in command and any(name in command for name in ours)
         ):
             found[int(path.name)] = command
     return found
+
+
+def pid_of(folder: Path, part: str) -> int:
+    """The process whose log is `<part>.log`; of a server with children, itself."""
+    log = f"{folder}/logs/{part}.log"
+    return min(pid for pid in processes_of(folder) if os.readlink(f"/proc/{pid}/fd/1") == log)
 
 
 def require_no_process(folder: Path, timeout: float = 10) -> None:

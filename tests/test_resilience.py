@@ -59,9 +59,9 @@ def test_an_error_of_one_rank_is_told_with_its_traceback_on_top(launch: Launch, 
 
 
 def hunt(launch: Launch, arguments: list[str]) -> Launched:
-    """Start the run anew; what it reported before is not waited for again."""
+    """Start the run anew."""
     run = launch("hunted", *arguments)
-    (run.folder / "progress.jsonl").unlink(missing_ok=True)
+    run.forget()
     return run
 
 
