@@ -1,8 +1,8 @@
 """What a process beside the ranks runs: `python -m specforge_launch.roles <role> <launch.yaml> <arguments>`.
 
-The store's master and capture servers replace this process once their commands are settled; the producer
-runs in it. A failure before that, or of the producer, is recorded in `errors/<name>.json`: type, message,
-traceback.
+The store's master and SGLang replace this process once their commands are settled; the producer and a server
+over transformers run in it. A failure before that, or of those two, is recorded in `errors/<name>.json`:
+type, message, traceback.
 """
 
 import json
@@ -64,11 +64,20 @@ def run_server(config: "RunConfig", index: str, port: str, device: str) -> None:
     """
     from specforge_capture.sglang.engine_args import engine_environment
     from specforge_launch.resolve import resolve
-    from specforge_launch.services import server_command
+    from specforge_launch.services import server_command, server_store
 
     resolved, kind = resolve(config), "cuda" if device == "cuda" else "cpu"
+    deployment, place = _deployment(config), int(index)
+    if config.target.backend == "hf" and deployment.servers.python is None:
+        # What `server_command` says, without importing torch a second time.
+        from specforge_capture.reference_server import serve
+
+        seed = config.seed if config.dummy_weights else None
+        store, host = server_store(deployment, place), deployment.servers.host
+        path = config.target.path
+        return serve(path, resolved.spec, store, host, int(port), device=device, dummy_seed=seed)
     contract = resolved.spec.model_dump_json()
-    command = server_command(config, resolved.target, kind, int(index), int(port), contract)
+    command = server_command(config, resolved.target, kind, place, int(port), contract)
     environment = engine_environment(kind, config.engine.tp_size) if config.target.backend == "sglang" else {}
     _become(command, environment)
 
