@@ -28,7 +28,7 @@ from specforge_capture.refs import ELEMENT_BYTES, FeatureRef, checksum, piece_ke
 from specforge_capture.stores.base import FeatureStore, StoreError
 from specforge_capture.stores.memory import host_view
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 32 << 20
 """Largest piece, if the ring's halves hold it: large enough that a transfer's overhead vanishes."""
 _CHECKSUM_THREADS = 4
 
@@ -230,10 +230,11 @@ class Sink:
             self._pending -= sum(piece.rows for piece in pieces) * self._row_bytes
             self._state.notify_all()
         pieces = [piece for piece in pieces if piece.capture._error is None]
+        # Beside the put: on one thread a checksum takes as long as the put does.
         sums = self._checksums.map(lambda piece: checksum(host_view(piece.host)), pieces)
+        self._put_together(pieces)
         for piece, value in zip(pieces, sums, strict=True):
             piece.capture._checksums.append(value)
-        self._put_together(pieces)
         for item in items:
             if isinstance(item, _End):
                 self._end(item)

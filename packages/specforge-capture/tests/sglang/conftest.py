@@ -6,7 +6,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +111,7 @@ def serve(sglang_python: Path, tiny_contract: CaptureSpec) -> Serve:
     @contextmanager
     def run(
         folder: Path, store: MooncakeStore | FileStore, *options: str, tp_size: int = 1
-    ) -> Iterator[Server]:
+    ) -> Generator[Server]:
         (port,), log = free_ports(1), folder / "server.log"
         command = [
             *(str(sglang_python), "-m", "sglang.launch_server", "--model-path", str(TARGET)),

@@ -6,7 +6,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,7 +83,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def stalled(store: FileStore) -> Iterator[None]:
+def stalled(store: FileStore) -> Generator[None]:
     """While it lasts, puts wait for their turn on the store's lock."""
     with open(Path(store.folder) / ".lock", "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
