@@ -1,227 +1,247 @@
 #!/usr/bin/env python3
-"""Compare capture over HTTP with capture in process: the same prompts, engine and target, in turn.
+"""Compare capture over HTTP, by an SGLang server with our plugin, with capture in process, prompt for prompt.
 
-    python scripts/bench_capture_server.py                       # Qwen3-8B's shapes, random weights
-    python scripts/bench_capture_server.py --store mooncake      # through Mooncake, with a master of its own
-    python scripts/bench_capture_server.py --shapes tiny --device cpu --python .cache/sglang-cpu/bin/python
+    python scripts/bench_capture_server.py                             # Qwen3-8B's shapes, random weights
+    python scripts/bench_capture_server.py --shapes tiny --groups 4    # rehearses it, on a CPU too
 
-In process, one prefill takes `--together` rows and its states stay on the device. Over HTTP, a stock SGLang
-server with the plugin has as many requests in flight; its states go through the sink into a store, and each
-answer is acknowledged by removing its objects. `--python` is the interpreter with SGLang.
+One after the other, so that each has the device for itself: an engine in this process's child captures groups
+of prompts, each in one prefill; then a server captures them all, from as many clients as a group has prompts,
+times two, and stores their features as files, in memory by default. Features of both are compared. Time in
+process ends with the states on the device; over HTTP, with their objects readable.
+
+Where specforge-capture lies on the path without being installed, SGLang would not find the plugin: its
+metadata is then written beside.
 """
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
+import bench_capture
 import numpy as np
-from bench_colocated import QWEN3_8B, TINY
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from specforge_capture.sglang.engine_args import engine_environment
+from specforge_capture.refs import FeatureRef
+from specforge_capture.sglang.engine_args import CONTEXT_HEADROOM
 from specforge_capture.spec import resolve_capture_spec
-from specforge_capture.stores.base import open_store
-from specforge_capture.stores.master import MasterSettings, free_ports, running_master
+from specforge_capture.stores.base import FeatureStore, open_store
+from specforge_capture.stores.master import free_ports
+from specforge_capture.targets.base import PromptRow
 from specforge_capture.wire import CaptureClient
-from specforge_config.deployment import Disaggregated
 from specforge_config.features import CaptureSpec, spec_hash
 from specforge_config.run import RunConfig
+from specforge_config.store import FileStore
 from specforge_config.target import read_target_shape
-from specforge_launch.services import server_command
 
-LAYERS = {"8b": (1, 9, 17, 25, 33), "tiny": (0, 2)}
-SHORTEST = 43
+ROOT = Path(__file__).resolve().parent.parent
+GROUP = 8
+LENGTHS = (500, 1500)
+"""Shortest and longest prompt: a group has some 8,000 tokens."""
+COMPARED = 3
+START_SECONDS = 400
 
 
 def main() -> None:
-    """Parse the command line, time both ways, print the ratio."""
+    """Parse the command line and run both parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", choices=["8b", "tiny"], default="8b", help="of the target")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where it computes")
-    parser.add_argument("--attention", help="SGLang's attention backend; default: its own choice")
-    parser.add_argument("--prompts", type=int, default=192, help="how many are captured, each way and round")
-    parser.add_argument("--max-length", type=int, default=4096, help="longest prompt")
-    parser.add_argument("--together", type=int, default=8, help="rows of a prefill, requests in flight")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that is not")
-    parser.add_argument(
-        "--store", choices=["files", "mooncake"], default="files", help="what the server fills"
-    )
-    parser.add_argument("--folder", help="where files go; default: /dev/shm")
-    parser.add_argument("--python", default=sys.executable, help="interpreter with SGLang")
-    parser.add_argument(
-        "--start-limit", type=float, default=400, help="seconds that a server may take to start"
-    )
-    parser.add_argument("--part", metavar="JSON", help=argparse.SUPPRESS)
+    parser.add_argument("--shapes", choices=["tiny", "8b"], default="8b", help="of the target")
+    parser.add_argument("--groups", type=int, default=12, help=f"groups of {GROUP} prompts")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds over all groups, after one more")
+    parser.add_argument("--store", type=Path, default=Path("/dev/shm"), help="where features are stored")
+    parser.add_argument("--in-process", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.part:
-        return capture_in_process(arguments, json.loads(arguments.part))
-    with tempfile.TemporaryDirectory(dir=arguments.folder or "/dev/shm") as folder:
-        compare(arguments, Path(folder))
+    if arguments.in_process:
+        in_process(arguments.in_process, arguments)
+        return
+    with tempfile.TemporaryDirectory() as work, tempfile.TemporaryDirectory(dir=arguments.store) as features:
+        folder = Path(work)
+        write_target(folder, arguments.shapes)
+        command = [sys.executable, __file__, *sys.argv[1:], "--in-process", str(folder)]
+        subprocess.run(command, check=True)
+        alone = json.loads((folder / "in-process.json").read_text())
+        over_http = served(folder, FileStore(kind="files", folder=features), arguments)
+    show({"in_process_tokens_per_s": alone, "http_tokens_per_s": over_http})
+    show({"http_over_in_process": round(max(over_http) / max(alone), 3)})
 
 
-def compare(arguments: argparse.Namespace, folder: Path) -> None:
-    """Time both, one after the other, as one device holds one target of that size."""
-    shape = QWEN3_8B if arguments.shapes == "8b" else TINY
-    (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 40960}))
-    lengths = draw_lengths(arguments)
-    print(json.dumps({"prompts": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}), flush=True)
-    command = [arguments.python, __file__, *sys.argv[1:], "--part", json.dumps(str(folder))]
-    inside = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
-    show("in process", inside, sum(lengths))
-    over = capture_over_http(arguments, folder, lengths)
-    show("over HTTP", over, sum(lengths))
-    print(json.dumps({"http_over_in_process": round(min(inside) / min(over), 3)}))
+def write_target(folder: Path, shapes: str) -> None:
+    """A target without weights."""
+    config = {"tiny": bench_capture.TINY, "8b": bench_capture.QWEN3_8B}[shapes]
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    config.save_pretrained(folder)
 
 
-def show(way: str, seconds: list[float], tokens: int) -> None:
-    """Print a way's rates."""
-    rates = [round(tokens / took) for took in seconds]
-    print(json.dumps({way: {"tokens_per_s": rates, "seconds": [round(s, 3) for s in seconds]}}), flush=True)
+def groups(folder: Path, count: int) -> list[list[PromptRow]]:
+    """The prompts, the same in both parts."""
+    draws = np.random.default_rng(0)
+    lengths = draws.integers(*LENGTHS, count * GROUP, endpoint=True).tolist()
+    rows = bench_capture.make_rows(lengths, read_target_shape(folder).vocab_size)
+    return [rows[first : first + GROUP] for first in range(0, len(rows), GROUP)]
 
 
-def draw_lengths(arguments: argparse.Namespace) -> list[int]:
-    """Log-normal lengths from 43 to the limit."""
-    draws = np.random.default_rng(7).lognormal(6.8, 0.9, arguments.prompts)
-    return [int(length) for length in draws.clip(SHORTEST, arguments.max_length)]
+def in_process(folder: Path, arguments: argparse.Namespace) -> None:
+    """Time the engine; leaves its tokens/s of each round, and the features that are compared, in `folder`."""
+    device = bench_capture.start_world()
+    own = argparse.Namespace(what="speed", tp_size=1, attention=None)
+    target = bench_capture.start_target(folder, arguments.shapes, device, own)
+    batches = groups(folder, arguments.groups)
+    tokens = sum(len(row.input_ids) for batch in batches for row in batch)
+    rates = []
+    for _ in range(arguments.rounds + 1):
+        bench_capture.synchronize(device)
+        began = time.perf_counter()
+        for batch in batches:
+            target.capture(batch)
+        bench_capture.synchronize(device)
+        rates.append(round(tokens / (time.perf_counter() - began)))
+    batch = target.capture(batches[0])
+    assert batch.last_hidden is not None
+    torch.save(torch.cat([batch.hidden, batch.last_hidden], dim=-1).cpu(), folder / "features.pt")
+    (folder / "in-process.json").write_text(json.dumps(rates[1:]))
+    target.close()
+    dist.destroy_process_group()
 
 
-def draw_prompts(lengths: list[int], vocab_size: int) -> list[np.ndarray]:
-    """Random tokens, the same in each process."""
-    draws = np.random.default_rng(8)
-    return [draws.integers(0, vocab_size, length, dtype=np.int32) for length in lengths]
+def served(folder: Path, store: FileStore, arguments: argparse.Namespace) -> list[int]:
+    """Tokens/s of each round over HTTP; compares the first features with those in `folder`."""
+    rows = [row for batch in groups(folder, arguments.groups) for row in batch]
+    prompts = [row.input_ids.tolist() for row in rows]
+    spec = contract(folder, arguments.shapes)
+    reader = open_store(store, contribute=False)
+    rates = []
+    with running_server(folder, store, spec) as client, ThreadPoolExecutor(2 * GROUP) as clients:
+        client.describe().require(spec)
+        for round_ in range(arguments.rounds + 1):
+            keys = [f"bench/{round_}-{index}-0" for index in range(len(prompts))]
+            began = time.perf_counter()
+            refs = list(
+                clients.map(lambda key, ids: client.capture(key, key, ids, spec_hash(spec)), keys, prompts)
+            )
+            rates.append(round(sum(map(len, prompts)) / (time.perf_counter() - began)))
+            if round_ == 0:
+                found = torch.cat([read(reader, ref) for ref in refs[:COMPARED]])
+                error = bench_capture.relative(found, torch.load(folder / "features.pt")[: len(found)])
+                show({"rows_compared": len(found), "relative_difference": error})
+                if not error <= bench_capture.TOLERANCE[spec.dtype]:
+                    raise SystemExit("features over HTTP are not those captured in process")
+            reader.remove_prefix("bench/")
+    return rates[1:]
 
 
-def make_config(arguments: argparse.Namespace, folder: Path, deployment: dict[str, Any]) -> RunConfig:
-    """A run whose engine is timed."""
-    return RunConfig.model_validate(
+def contract(folder: Path, shapes: str) -> CaptureSpec:
+    """The contract that `bench_capture` resolves for its own run."""
+    config = RunConfig.model_validate(
         {
             "target": {"path": str(folder), "backend": "sglang"},
-            "draft": {"target_layer_ids": LAYERS[arguments.shapes]},
-            "data": {"train": ["none.jsonl"], "max_length": arguments.max_length},
-            "engine": {"attention_backend": arguments.attention, "load_format": "dummy"},
-            "training": {"batch_size": arguments.together, "global_batch_size": arguments.together},
-            "deployment": deployment,
+            "draft": {"target_layer_ids": bench_capture.LAYERS[shapes]},
+            "data": {"train": ["none.jsonl"]},
         }
     )
-
-
-def contract(config: RunConfig, folder: Path) -> CaptureSpec:
-    """What is captured."""
     return resolve_capture_spec(config, read_target_shape(folder), "none")
 
 
-def capture_in_process(arguments: argparse.Namespace, folder: str) -> None:
-    """The first way, in a process of its own with SGLang; prints its seconds, a round each."""
-    import torch
-    import torch.distributed as dist
-
-    from specforge_capture.sglang.local import SGLangTarget
-    from specforge_capture.targets.base import PromptRow
-
-    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
-    backend = "cpu:gloo,cuda:nccl" if arguments.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    config = make_config(arguments, Path(folder), {"mode": "local_colocated"})
-    shape = read_target_shape(folder)
-    target = SGLangTarget(config, shape, contract(config, Path(folder)), device)
-    prompts = draw_prompts(draw_lengths(arguments), shape.vocab_size)
-    rows = [PromptRow(f"row {i}", ids, np.ones(len(ids), bool)) for i, ids in enumerate(prompts)]
-    seconds = []
-    for _ in range(arguments.rounds + 1):
-        began = time.perf_counter()
-        for first in range(0, len(rows), arguments.together):
-            target.capture(rows[first : first + arguments.together])
-        if arguments.device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    target.close()
-    dist.destroy_process_group()
-    print(json.dumps(seconds[1:]), flush=True)
-
-
-def capture_over_http(arguments: argparse.Namespace, folder: Path, lengths: list[int]) -> list[float]:
-    """The second way; its seconds, a round each."""
-    port, metrics, listen = free_ports(3)
-    master, running = MasterSettings(port=port, metrics_port=metrics), nullcontext()
-    store = {"kind": "files", "folder": str(folder / "features")}
-    if arguments.store == "mooncake":
-        room = 16 << 30 if arguments.shapes == "8b" else 1 << 28
-        store = {"kind": "mooncake", "master": master.address, "capacity_bytes": room}
-        running = running_master(master, folder / "master.log")
-    deployment = {
-        "mode": "disaggregated",
-        "managed": True,
-        "servers": {"python": arguments.python},
-        "store": store,
-        "producer": {"in_flight": arguments.together},
-    }
-    config = make_config(arguments, folder, deployment)
-    assert isinstance(config.deployment, Disaggregated)
-    spec, shape = contract(config, folder), read_target_shape(folder)
-    command = server_command(config, shape, arguments.device, 0, listen, spec.model_dump_json())
-    url, contract_hash = f"http://127.0.0.1:{listen}", spec_hash(spec)
-    prompts = [ids.tolist() for ids in draw_prompts(lengths, shape.vocab_size)]
-    with ExitStack() as held:
-        held.enter_context(running)
-        held.enter_context(serving(command, url, arguments, folder / "server.log"))
-        features = held.enter_context(closing(open_store(config.deployment.store, contribute=False)))
-        pool = held.enter_context(ThreadPoolExecutor(arguments.together))
-        client = CaptureClient(url, 300)
-
-        def capture(key: str, ids: list[int]) -> None:
-            features.remove(client.capture(key, key, ids, contract_hash).keys)
-
-        seconds = []
-        for turn in range(arguments.rounds + 1):
-            began = time.perf_counter()
-            list(pool.map(capture, (f"bench/{turn}-{i}" for i in range(len(prompts))), prompts))
-            seconds.append(time.perf_counter() - began)
-    return seconds[1:]
+def read(store: FeatureStore, ref: FeatureRef) -> Tensor:
+    """[rows, width] features of a ref."""
+    rows = torch.empty(ref.rows, ref.width, dtype=getattr(torch, ref.dtype))
+    store.get_into([(key, rows[first:last]) for key, first, last, _ in ref.pieces()])
+    return rows
 
 
 @contextmanager
-def serving(command: tuple[str, ...], url: str, arguments: argparse.Namespace, log: Path) -> Generator[str]:
-    """A server that answers at `url`, ended with the context."""
-    environment = {**os.environ, **engine_environment(arguments.device, 1)}
-    with (
-        log.open("wb") as out,
-        subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        ) as server,
-    ):
-        try:
-            end = time.monotonic() + arguments.start_limit
-            while not is_healthy(url):
-                if server.poll() is not None or time.monotonic() > end:
-                    raise SystemExit(f"the server did not start:\n{log.read_text()[-6000:]}")
-                time.sleep(0.5)
-            yield url
-        except Exception:
-            print(log.read_text()[-6000:], file=sys.stderr)
-            raise
-        finally:
-            os.killpg(server.pid, 9)
-
-
-def is_healthy(url: str) -> bool:
-    """Whether the server answers."""
+def running_server(folder: Path, store: FileStore, spec: CaptureSpec) -> Generator[CaptureClient]:
+    """A capture server of the target in `folder`, killed with all its processes at the end."""
+    (port,), log = free_ports(1), folder / "server.log"
+    on_gpu = torch.cuda.is_available()
+    options = {
+        "model-path": folder,
+        "load-format": "dummy",
+        "device": "cuda" if on_gpu else "cpu",
+        "attention-backend": "triton" if on_gpu else "torch_native",
+        "sampling-backend": "pytorch",
+        "grammar-backend": "none",
+        "mem-fraction-static": 0.6,
+        "context-length": LENGTHS[1] + CONTEXT_HEADROOM,
+        "max-total-tokens": 65536,
+        "chunked-prefill-size": 8192,
+        "random-seed": RunConfig.model_fields["seed"].default,
+        "host": "127.0.0.1",
+        "port": port,
+        "spec-capture-spec": spec.model_dump_json(),
+        "spec-capture-store": store.model_dump_json(),
+    }
+    line = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    switches = ("--skip-tokenizer-init", "--disable-cuda-graph", "--disable-radix-cache")
+    command = [sys.executable, "-m", "sglang.launch_server", *line, *switches, "--enable-spec-capture"]
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment(folder)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+        wait_until_healthy(f"http://127.0.0.1:{port}", process)
+        yield CaptureClient(f"http://127.0.0.1:{port}", timeout=120)
+    except BaseException:
+        print(log.read_text(errors="replace")[-8000:], file=sys.stderr)
+        raise
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What the server's processes need: the plugin's metadata, and on a CPU the cores to run on."""
+    found: dict[str, str] = {}
+    if not entry_points(group="sglang.srt.plugins", name="specforge_capture"):
+        project = tomllib.loads((ROOT / "packages/specforge-capture/pyproject.toml").read_text())["project"]
+        entries = project["entry-points"]["sglang.srt.plugins"]
+        metadata = folder / "metadata" / f"specforge_capture-{project['version']}.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+        lines = ["[sglang.srt.plugins]", *(f"{name} = {value}" for name, value in entries.items())]
+        (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        found["PYTHONPATH"] = os.pathsep.join([str(metadata.parent), os.environ.get("PYTHONPATH", "")])
+    if not torch.cuda.is_available():
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        found |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
+    return found
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the server answers."""
+    deadline = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=20):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise SystemExit(f"the server ended with {process.poll()} before it answered")
+
+
+def show(values: dict[str, object]) -> None:
+    """Print one line of JSON."""
+    print(json.dumps(values), flush=True)
 
 
 if __name__ == "__main__":

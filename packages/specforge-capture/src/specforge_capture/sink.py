@@ -257,7 +257,8 @@ class Sink:
         """Answer a capture, or remove what it stored."""
         capture = end.capture
         with self._state:
-            self._open.pop(capture.key, None)
+            if self._open.get(capture.key) is capture:
+                del self._open[capture.key]
         if capture._error is None and end.callback is not None:
             end.callback(capture._ref())
             return
@@ -295,6 +296,7 @@ class Capture:
         self._checksums: list[int] = []
         self._error: Exception | None = None
         self._ended = False
+        self._dropped = False
         self._callback: Callable[[Outcome], None] | None = None
 
     def add(self, rows: Tensor, start: int) -> None:
@@ -353,9 +355,15 @@ class Capture:
         self._end(callback)
 
     def drop(self) -> None:
-        """Forget the capture and remove what it stored. Does nothing after `finish`."""
-        if not self._ended:
-            self._error = self._error or StoreError(f"capture {self.key!r} was dropped")
+        """Forget the capture and remove what it stored. After `finish` too; its callback then gets the ref or
+        an error, whichever comes first."""
+        if self._dropped:
+            return
+        self._dropped = True
+        self._error = self._error or StoreError(f"capture {self.key!r} was dropped")
+        if self._ended:
+            self._sink._queue_end(_End(self, None))
+        else:
             self._end(None)
 
     def _end(self, callback: Callable[[Outcome], None] | None) -> None:

@@ -140,8 +140,8 @@ def test_an_answer_waits_for_its_objects_and_for_nothing_else(
     with ThreadPoolExecutor() as pool:
         with stalled(store):
             waiting = pool.submit(server.capture, "held/0-0-0", prompt(50))
+            eventually(lambda: "#new-token: 50," in server.log.read_text(errors="replace"))
             tokens = generate(server, prompt(60))
-            eventually(lambda: server.log.read_text(errors="replace").count("#new-token: 50,") > 0)
             assert generate(server, prompt(60)) == tokens, "plain requests go on"
             assert not waiting.done()
             assert objects("held") == []
