@@ -8,6 +8,7 @@ import sys
 import typer
 from rich.console import Console
 
+from specforge_capture.commands.patch import patch_app
 from specforge_capture.commands.regenerate import regenerate
 from specforge_capture.commands.serve import serve
 
@@ -27,6 +28,7 @@ def commands() -> None:
 
 app.command()(regenerate)
 app.command()(serve)
+app.add_typer(patch_app, name="patch")
 
 
 def main() -> None:
