@@ -23,7 +23,7 @@ UV_READY := .uv/.ready-$(UV_VERSION)
 VENV_READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-sglang test-speculators lint types format lock check-lock pants wheels clean
+.PHONY: help setup quickstart test test-sglang test-speculators lint types format lock check-lock pants wheels patches clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -38,6 +38,7 @@ test: setup ## Run the whole test suite
 
 test-sglang: setup ## Test the sglang target: real SGLang on the CPU, in an environment of its own
 	$(SGLANG_PYTHON) scripts/sglang_cpu/install.py
+	.uv/bin/python scripts/sglang_sources.py
 	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS) --dist loadscope $(SGLANG_TESTS) $(PYTEST_ARGS)
 
 test-speculators: setup ## Test that speculators loads exported drafts: its wheel, beside the environment
@@ -65,7 +66,12 @@ pants: ## Let Pants check, test and package what needs no torch
 	./pantsw tailor --check lint test package ::
 
 wheels: setup ## Build every wheel and try each alone
+	.uv/bin/python scripts/sglang_sources.py
 	.venv/bin/python scripts/check_wheels.py $(if $(PANTS_DIST),--pants $(PANTS_DIST))
+
+patches: setup ## Check the patches of SGLang on the sources they are for
+	.uv/bin/python scripts/sglang_sources.py
+	.venv/bin/python scripts/check_patches.py
 
 clean: ## Remove what these targets made, except outputs/
 	rm -rf .venv .uv .cache .pytest_cache .ruff_cache .pants.d .pids dist

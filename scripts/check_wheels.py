@@ -7,6 +7,7 @@ Builds each package's sdist, and its wheel from that sdist, and checks that
 - siblings are pinned `==` their version, and each module that the code imports is declared or in an extra;
 - with its declared dependencies alone, every module imports and every command answers `--help`;
 - specforge-config imports no torch, in under 0.3 s;
+- specforge-capture applies the patches that it holds to every supported SGLang (see sglang_sources.py);
 - with --pants, Pants has packaged the same wheels, byte for byte, and complete sdists.
 
 torch is 3 GB: it is not installed again but linked, with what it requires itself, from the environment that
@@ -31,8 +32,10 @@ from functools import cached_property
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
+from check_patches import make_site
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from sglang_sources import supported
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORT_LIMIT_S = 0.3
@@ -280,6 +283,15 @@ def check_light(binaries: Path) -> Iterator[str]:
         yield f"imports in {seconds} s: required are less than {IMPORT_LIMIT_S} s"
 
 
+def check_patching(binaries: Path, work: Path) -> Iterator[str]:
+    """Problems with applying the patches that lie in the wheel of specforge-capture."""
+    for version in supported():
+        site = work / "sglang" / version
+        make_site(version, site)
+        if error := attempt(binaries / "specforge-capture", "patch", "apply", "--site", site):
+            yield f"the patches of SGLang {version} cannot be applied:\n{error}"
+
+
 def check_pants(wheel: Wheel, dist: Path) -> Iterator[str]:
     """Differences between what Pants packaged into `dist` and what uv built."""
     path = dist / wheel.path.name
@@ -308,6 +320,8 @@ def check(wheel: Wheel, wheels: dict[str, Wheel], work: Path, dist: Path | None)
     problems += check_imports(wheel, binaries)
     if wheel.name == "specforge-config":
         problems += check_light(binaries)
+    if wheel.name == "specforge-capture":
+        problems += check_patching(binaries, work)
     print(f"{wheel.name}: {len(wheel.files)} files, {time.perf_counter() - start:.0f} s")
     return [f"{wheel.name}: {problem}" for problem in problems]
 

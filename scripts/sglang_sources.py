@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Unpack the sources of every supported SGLang, for the tests that compare them with what our hooks expect.
+"""Unpack the sources of every supported SGLang: our hooks, patches and kernel tests are checked against them.
 
     python3 scripts/sglang_sources.py [--folder .cache/sglang-sources]
 
 A wheel is 10 to 40 MB; a version that lies there already is left alone. Any Python with pip will do: the
-sources are read, not run.
+sources are read, not run. Each folder holds the Python and CUDA sources and the metadata of the wheel, at
+their places in site-packages.
 """
 
 import argparse
 import ast
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER = ROOT / ".cache" / "sglang-sources"
 VERSIONS = ROOT / "packages/specforge-capture/src/specforge_capture/sglang/versions.py"
+WANTED = (".py", ".cuh", ".dist-info/METADATA")
+LIMIT_S = 300
 
 
 def main() -> None:
@@ -28,8 +32,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="a folder a version goes here")
     folder = parser.parse_args().folder
     for version in supported():
-        if not (folder / version).is_dir():
-            unpack(version, folder)
+        if not any((folder / version).glob("*.dist-info/METADATA")):
+            try:
+                unpack(version, folder)
+            except subprocess.SubprocessError:
+                sys.exit(
+                    f"sglang {version} is not in {folder}, and pip could not download it (see above); "
+                    "required: a package index, or that folder from another machine"
+                )
         print(folder / version)
 
 
@@ -42,20 +52,23 @@ def supported() -> list[str]:
 
 
 def unpack(version: str, folder: Path) -> None:
-    """Download the wheel of a version and unpack its Python sources to `folder/version`.
+    """Download the wheel of a version and unpack its sources to `folder/version`.
 
     Raises:
-        subprocess.CalledProcessError: if it cannot be downloaded.
+        subprocess.SubprocessError: if it cannot be downloaded; pip has said why.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+        patience = ["--retries=1", "--timeout=15"]  # without an index, pip ends within a minute
         wanted = ["--only-binary=:all:", "--python-version=3.11", "--no-deps", f"sglang=={version}"]
-        subprocess.run([*pip, *wanted, "-d", scratch], check=True)
+        subprocess.run([*pip, *patience, *wanted, "-d", scratch], check=True, timeout=LIMIT_S)
         (wheel,) = Path(scratch).glob("*.whl")
         sources = Path(scratch) / "sources"
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(sources, [name for name in archive.namelist() if name.endswith(".py")])
+            archive.extractall(sources, [name for name in archive.namelist() if name.endswith(WANTED)])
+        if (folder / version).is_dir():
+            shutil.rmtree(folder / version)
         sources.rename(folder / version)
 
 
