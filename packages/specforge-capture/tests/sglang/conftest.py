@@ -110,7 +110,11 @@ def serve(sglang_python: Path, tiny_contract: CaptureSpec) -> Serve:
 
     @contextmanager
     def run(
-        folder: Path, store: MooncakeStore | FileStore, *options: str, tp_size: int = 1
+        folder: Path,
+        store: MooncakeStore | FileStore,
+        *options: str,
+        tp_size: int = 1,
+        variables: dict[str, str] | None = None,
     ) -> Generator[Server]:
         (port,), log = free_ports(1), folder / "server.log"
         command = [
@@ -125,7 +129,7 @@ def serve(sglang_python: Path, tiny_contract: CaptureSpec) -> Serve:
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 command,
-                env=_environment(tp_size),
+                env=_environment(tp_size) | (variables or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
