@@ -173,6 +173,7 @@ def running_server(folder: Path, store: FileStore, spec: CaptureSpec) -> Generat
     options = {
         "model-path": folder,
         "load-format": "dummy",
+        "dtype": spec.dtype,
         "device": "cuda" if on_gpu else "cpu",
         "attention-backend": "triton" if on_gpu else "torch_native",
         "sampling-backend": "pytorch",
