@@ -33,7 +33,7 @@ def test_a_converted_target_is_the_files_model(config: RunConfig) -> None:
     assert saved.gguf_file is None
     shape = read_target_shape(saved.path)
     assert (shape.hidden_size, shape.num_layers, shape.tied_head) == (HIDDEN, LAYERS, True)
-    direct = AutoModelForCausalLM.from_pretrained(config.target.path, gguf_file=NAME)
+    direct = AutoModelForCausalLM.from_pretrained(config.target.path, gguf_file=NAME, **gguf.dequantised())
     again = AutoModelForCausalLM.from_pretrained(saved.path)
     for (name, wanted), (same, found) in zip(
         direct.state_dict().items(), again.state_dict().items(), strict=True

@@ -15,8 +15,10 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import struct
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from specforge_capture.locks import builder_lock
 from specforge_config.run import RunConfig
@@ -100,6 +102,15 @@ def conversion_key(file: Path, dtype: str) -> str:
     return digest.hexdigest()[:32]
 
 
+def dequantised() -> dict[str, Any]:
+    """Arguments with which transformers dequantises a GGUF file. Its later versions would keep the weights in
+    their blocks, where they have a kernel for them, and could not save those."""
+    import transformers
+
+    later = getattr(transformers, "GgufConfig", None)
+    return {} if later is None else {"quantization_config": later(dequantize=True)}
+
+
 def _convert_into(folder: Path, file: Path, dtype: str) -> None:
     """Convert `file` into a new `folder`, which appears whole."""
     staged = folder.with_suffix(".new")
@@ -129,10 +140,10 @@ def _write(file: Path, folder: Path, dtype: str) -> None:
             tokenizer.clean_up_tokenization_spaces = False
             # float32 is what transformers dequantises to: `auto` rounds nothing.
             wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-            model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=wanted, **read)
+            model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=wanted, **read, **dequantised())
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except (ValueError, KeyError, IndexError, NotImplementedError, struct.error) as error:
         raise ValueError(
             f"target.gguf_file: transformers cannot read {file}: {error}; set target.path to the folder of "
             "the original model"
