@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="optimizer steps; default: all of the recipe's")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of each evaluation file to decode")
     parser.add_argument("--out", type=Path, default=Path("outputs/comparison"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     config = with_saved_target(load_run(arguments.recipe, arguments.overrides))
     resolved = resolve(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
