@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from specforge_config.features import FeatureBatch
 from specforge_config.loading import load_run
-from specforge_launch import colocated
+from specforge_launch import assembly, colocated
 from specforge_train.trainer import Trainer
 
 BLOCKS = {"waits": "the host waits after each step", "ahead": "the host runs ahead"}
@@ -71,7 +71,7 @@ def main() -> int:
     config = load_run(RECIPE, prepare(arguments, arguments.folder.absolute()))
     Path(config.folder).mkdir(parents=True)
     ProfiledTrainer.plan = arguments
-    colocated.Trainer = ProfiledTrainer  # ty: ignore[invalid-assignment]
+    assembly.Trainer = ProfiledTrainer  # ty: ignore[invalid-assignment]
     torch.Tensor.backward = record_function("backward")(torch.Tensor.backward)
     try:
         colocated.run(config, time.time())

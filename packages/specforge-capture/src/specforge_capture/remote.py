@@ -117,7 +117,8 @@ class RemoteStream:
 
     def stats(self) -> StreamStats:
         """What happened since the last call; `capture_seconds` is the time that the trainer waited."""
-        stats = StreamStats(self._waited, self._tokens, self._staged.peak_bytes())
+        waited = self._waited
+        stats = StreamStats(lambda: waited, self._tokens, self._staged.peak_bytes())
         self._waited, self._tokens = 0.0, 0
         return stats
 

@@ -7,7 +7,7 @@ Invariant: one request captures exactly one island batch (`tp_size * batch_size`
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ from specforge_config.features import FeatureBatch
 class StreamStats:
     """What a stream did since it was last asked, though the device may still be at it."""
 
-    captures: "_CaptureClock"
+    read_seconds: Callable[[], float]
+    """Reads `capture_seconds`."""
     tokens: int
     """Tokens that the target read for the whole island."""
     staged_bytes: int
@@ -31,8 +32,9 @@ class StreamStats:
 
     @property
     def capture_seconds(self) -> float:
-        """Time that the target worked; waits until the last capture is done."""
-        return self.captures.seconds()
+        """Time that the target worked, or that the trainer waited for what is captured elsewhere; waits for the
+        last capture's end."""
+        return self.read_seconds()
 
 
 class LocalRolloutStream:
@@ -95,7 +97,7 @@ class LocalRolloutStream:
 
     def stats(self) -> StreamStats:
         """What happened since the last call. Does not wait for a capture that runs."""
-        stats = StreamStats(self._clock, self._tokens, self._store.staged_bytes)
+        stats = StreamStats(self._clock.seconds, self._tokens, self._store.staged_bytes)
         self._clock, self._tokens = _CaptureClock(), 0
         self._store.reset()
         return stats
