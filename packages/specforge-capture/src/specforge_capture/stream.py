@@ -32,8 +32,8 @@ class StreamStats:
 
     @property
     def capture_seconds(self) -> float:
-        """Time that the target worked, or that the trainer waited for what is captured elsewhere; waits for the
-        last capture's end."""
+        """Time that the target worked, or that the trainer waited for what is captured elsewhere. Waits until
+        the last capture is done."""
         return self.read_seconds()
 
 
