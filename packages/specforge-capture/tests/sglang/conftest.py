@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from specforge_capture.refs import checksum
+from specforge_capture.sglang.engine_args import engine_environment
 from specforge_capture.stores.base import FeatureStore, open_store
 from specforge_capture.stores.master import free_ports
 from specforge_capture.stores.memory import host_view
@@ -167,12 +168,11 @@ def reference() -> Reference:
     return run
 
 
-def _environment(tp_size: int = 1) -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def _environment(tp_size: int | None = None) -> dict[str, str]:
+    """What SGLang's processes get; with `tp_size` also what a server reads when it starts."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     environment.pop("PYTHONPATH", None)
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * tp_size)}
-    return {**environment, **threads, "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    return environment | ({} if tp_size is None else engine_environment("cpu", tp_size))
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
