@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 SMOOTHED = 10
 """Steps of a running mean."""
+CHAIN_LR = 1.2e-4
+"""At five times this rate the loss of a chain passes through spikes, on either path, at which curves part."""
 LEARNED = 0.9
 """Share of the first loss that the last one must be below."""
 STATES, TOPICS, SUCCESSORS = 1024, 4, (0.6, 0.25, 0.1, 0.05)
@@ -209,7 +211,7 @@ def chain(arguments: argparse.Namespace, device: "torch.device", dtype: "torch.d
             spec=spec,
         )
 
-    return Source(draft_shape(shapes), FrozenTarget(embedding.to(dtype), head.to(dtype)), batch, 6e-4)
+    return Source(draft_shape(shapes), FrozenTarget(embedding.to(dtype), head.to(dtype)), batch, CHAIN_LR)
 
 
 SOURCES = {"tiny-target": tiny_target, "chain": chain}
