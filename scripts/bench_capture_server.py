@@ -38,6 +38,7 @@ from torch import Tensor
 
 from specforge_capture.refs import FeatureRef
 from specforge_capture.sglang.engine_args import CONTEXT_HEADROOM
+from specforge_capture.sglang.leftovers import mapped_by_group, remove_unmapped
 from specforge_capture.spec import resolve_capture_spec
 from specforge_capture.stores.base import FeatureStore, open_store
 from specforge_capture.stores.master import free_ports
@@ -206,8 +207,10 @@ def running_server(folder: Path, store: FileStore, spec: CaptureSpec) -> Generat
         print(log.read_text(errors="replace")[-8000:], file=sys.stderr)
         raise
     finally:
+        shared = mapped_by_group(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        remove_unmapped(shared)
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from launched import Ended, Launched, pid_of, require_no_process
 
+from specforge_capture.sglang.leftovers import mapped_by_group
 from specforge_capture.stores.master import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,9 +66,14 @@ def require_equal_losses(ended: Ended, expected: Ended) -> None:
 def test_sglang_mooncake_and_two_ranks_train_as_one_rank_does(
     launch: Launch, served: list[str], colocated: Ended
 ) -> None:
-    ended = launch("served", *served).end(timeout=600)
+    run = launch("served", *served)
+    run.wait_for(lambda event: event["stage"] == "train", timeout=600)
+    shared = mapped_by_group(pid_of(run.folder, "server-0"))
+    assert shared, "SGLang's processes share memory"
+    ended = run.end(timeout=600)
     assert ended.code == 0, ended
     require_no_process(ended.folder)
+    assert not [path for path in shared if path.exists()], "SGLang leaves it behind"
     require_equal_losses(ended, colocated)
 
 

@@ -18,6 +18,7 @@ from transformers import Qwen3ForCausalLM
 
 from specforge_capture.refs import checksum
 from specforge_capture.sglang.engine_args import engine_environment
+from specforge_capture.sglang.leftovers import mapped_by_group, remove_unmapped
 from specforge_capture.stores.base import FeatureStore, open_store
 from specforge_capture.stores.master import free_ports
 from specforge_capture.stores.memory import host_view
@@ -144,8 +145,10 @@ def serve(sglang_python: Path, tiny_contract: CaptureSpec) -> Serve:
             reader.close()
         finally:
             # The server's children are in its session; they are given no time, as they keep nothing.
+            shared = mapped_by_group(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            remove_unmapped(shared)
 
     return run
 

@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from specforge_capture.sglang.leftovers import mapped_by_group, remove_unmapped
 from specforge_capture.stores.master import free_ports
 from specforge_capture.wire import CaptureClient, CaptureFailed, ServerDown
 from specforge_config.base import host_and_port
@@ -57,6 +58,11 @@ class _Running:
     log: Follower
     address: str
     """`host:port` at which this machine reaches it."""
+    shared_memory: set[Path] = field(default_factory=set)
+    """What it has been seen to map."""
+
+    def note_shared_memory(self) -> None:
+        self.shared_memory |= mapped_by_group(self.process.pid)
 
 
 class Beside:
@@ -104,6 +110,7 @@ class Beside:
             running, answers = self._launch(service)
             self._running.append(running)
             self._await(running, answers, stopped)
+            running.note_shared_memory()
             if running.address:
                 self._tell(f"{service.name}: ready at {running.address}")
 
@@ -143,12 +150,14 @@ class Beside:
             self._wait_for_producer(FREE_SECONDS + self._deployment.producer.drain_seconds, stopped)
 
     def stop(self) -> None:
-        """End all that still run, the last started first, and free what a killed producer left in a store
-        that outlives it."""
+        """End all that still run, the last started first, and free what they leave: shared memory, and what a
+        killed producer left in a store that outlives it."""
         killed = False
         for running in reversed(self._running):
+            running.note_shared_memory()
             self._end(running)
             _kill_group(running.process)
+            remove_unmapped(running.shared_memory)
             killed |= running.service.role == "producer" and running.process.returncode == -signal.SIGKILL
         self.show()
         if killed and self._deployment.managed and isinstance(self._deployment.store, FileStore):
