@@ -19,8 +19,7 @@ class MooncakeStore(Config):
     master: str = "127.0.0.1:50051"
     """`host:port` of the Mooncake master, which knows where objects lie."""
     local_hostname: str = Field("127.0.0.1", min_length=1)
-    """Address at which the other processes reach this one; its transfers are served there and nowhere
-    else."""
+    """Address at which the other processes reach this one."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     """How bytes travel."""
     devices: str = ""

@@ -124,7 +124,7 @@ def plan(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = 
 
       specforge-launch plan quickstart
       specforge-launch plan quickstart deployment.trainer.nproc_per_node=2 --json
-      specforge-launch plan kimi-k3-dspark-disaggregated
+      specforge-launch plan quickstart-disaggregated
     """
     from specforge_launch.plan import make_plan
     from specforge_launch.show import plan_tables

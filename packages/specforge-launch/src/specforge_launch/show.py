@@ -89,7 +89,7 @@ def capture_tables(capture: CapturePlan) -> list[Table]:
         ("captured ahead, at most", mark(capture.high_samples, capture.high_bytes)),
         ("capture goes on below", mark(capture.low_samples, capture.low_bytes)),
         ("target weights, a server's GPU", bytes_text(capture.server_weights)),
-        ("store", "as the disk has" if capture.store_bytes is None else bytes_text(capture.store_bytes)),
+        ("store", "what the disk holds" if capture.store_bytes is None else bytes_text(capture.store_bytes)),
     ]
     processes = []
     for service in capture.services:

@@ -16,7 +16,7 @@ def serve(
         int | None, typer.Option(help="Make random weights from this seed instead of reading any.")
     ] = None,
 ) -> None:
-    """Serve captures of a target's hidden states, with transformers: SGLang's plugin, for models it lacks.
+    """Serve captures of a target's hidden states by transformers, for models that SGLang lacks.
 
     specforge-launch starts it for disaggregated runs with target.backend hf.
     """
