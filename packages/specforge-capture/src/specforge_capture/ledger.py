@@ -310,8 +310,8 @@ class Ledger:
                     (*where, step, State.PLANNED),
                 )
                 found = self._db.execute(
-                    "SELECT attempt FROM tasks WHERE epoch = ? AND position = ? AND state = ?",
-                    (*where, State.PLANNED),
+                    "SELECT attempt FROM tasks WHERE epoch = ? AND position = ? AND state IN (?, ?)",
+                    (*where, State.PLANNED, State.SETTLED),  # settled: by a producer that was stopped
                 ).fetchone()
                 if found:
                     self._plan_again(where, found[0] + 1)

@@ -1,5 +1,7 @@
 """Shared memory of killed processes is found while they run and removed afterwards, and nobody else's."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Generator
@@ -22,10 +24,11 @@ sys.stdin.read()
 
 
 @contextmanager
-def holder(path: Path) -> Generator[subprocess.Popen[str]]:
-    """A process, in a group of its own, that maps a file until it is killed."""
+def holder(path: Path, program: Path | None = None) -> Generator[subprocess.Popen[str]]:
+    """A process group of its own that maps a file until it is killed."""
+    code = [str(program)] if program else ["-c", HOLDER]
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path)],
+        [sys.executable, *code, str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -36,12 +39,12 @@ def holder(path: Path) -> Generator[subprocess.Popen[str]]:
         try:
             yield process
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture
 def segment() -> Generator[Path]:
-    path = Path(f"{FOLDER}specforge test {uuid4().hex}")
+    path = Path(f"{FOLDER}sgl_shm_test_{uuid4().hex}")
     path.write_bytes(bytes(4096))
     yield path
     path.unlink(missing_ok=True)
@@ -54,6 +57,26 @@ def test_what_a_killed_group_mapped_is_removed(segment: Path) -> None:
     remove_unmapped(found)
     assert not segment.exists()
     remove_unmapped(found)
+
+
+def test_semaphores_are_found_and_other_files_are_not(tmp_path: Path, segment: Path) -> None:
+    other = segment.with_name(f"somebody_{segment.name}")
+    other.write_bytes(bytes(16))
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        f"exec({HOLDER!r})\n"
+    )
+    with holder(other, program) as process:
+        found = mapped_by_group(process.pid)
+    try:
+        assert [path.name[:7] for path in found] == ["sem.mp-"]
+        remove_unmapped(found)
+        assert not any(path.exists() for path in found)
+        assert other.exists()
+    finally:
+        other.unlink()
 
 
 def test_what_another_process_maps_stays(segment: Path) -> None:

@@ -6,10 +6,12 @@ Invariant: each is a process group that ends with the launcher (`lifeline`), and
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -58,11 +60,18 @@ class _Running:
     log: Follower
     address: str
     """`host:port` at which this machine reaches it."""
+    temporary: Path
+    """Its folder for temporary files: SGLang leaves its sockets there."""
     shared_memory: set[Path] = field(default_factory=set)
     """What it has been seen to map."""
 
     def note_shared_memory(self) -> None:
         self.shared_memory |= mapped_by_group(self.process.pid)
+
+    def clear(self) -> None:
+        """Remove what it left, once it has ended."""
+        remove_unmapped(self.shared_memory)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 class Beside:
@@ -111,7 +120,7 @@ class Beside:
             self._running.append(running)
             self._await(running, answers, stopped)
             running.note_shared_memory()
-            if running.address:
+            if running.address and not stopped():
                 self._tell(f"{service.name}: ready at {running.address}")
 
     def show(self) -> None:
@@ -152,15 +161,16 @@ class Beside:
     def stop(self) -> None:
         """End all that still run, the last started first, and free what they leave: shared memory, and what a
         killed producer left in a store that outlives it."""
-        killed = False
+        unclean = False
         for running in reversed(self._running):
             running.note_shared_memory()
+            # Servers may finish requests after a producer that did not end by itself and well.
+            unclean |= running.service.role == "producer" and running.process.poll() != 0
             self._end(running)
             _kill_group(running.process)
-            remove_unmapped(running.shared_memory)
-            killed |= running.service.role == "producer" and running.process.returncode == -signal.SIGKILL
+            running.clear()
         self.show()
-        if killed and self._deployment.managed and isinstance(self._deployment.store, FileStore):
+        if unclean and self._deployment.managed and isinstance(self._deployment.store, FileStore):
             self._sweep()
 
     def _producers(self) -> list[_Running]:
@@ -180,11 +190,13 @@ class Beside:
         variables = {"OMP_NUM_THREADS": str(self._plan.threads_per_rank)}
         if service.gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(_visible, service.gpus))
+        temporary = Path(tempfile.mkdtemp(prefix="specforge-"))
         path = self._folder.log(service.name)
         with open(path, "wb") as log:
             lines = Follower(path)
+            variables["TMPDIR"] = str(temporary)
             process = lifeline.start([*role, *arguments], log, variables, self._lock)
-        return _Running(service, process, lines, address), answers
+        return _Running(service, process, lines, address, temporary), answers
 
     def _facts(self, service: Service) -> tuple[list[str], str, Callable[[], bool]]:
         """Arguments of a role, the address at which it is reached, and what tells whether it answers."""
@@ -253,6 +265,8 @@ class Beside:
             process.wait(FREE_SECONDS)
         except subprocess.TimeoutExpired:
             _kill_group(process)
+        if process.returncode:
+            self._tell(f"objects of the run may be left in the store: see {self._folder.log('sweep')}")
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -63,6 +63,7 @@ def run_server(config: "RunConfig", index: str, port: str, device: str) -> None:
         ValueError: for a target that does not fit the draft, or settings that the engine cannot serve with.
     """
     from specforge_capture.sglang.engine_args import engine_environment
+    from specforge_kernels.inductor import keep_compiled
     from specforge_launch.resolve import resolve
     from specforge_launch.services import server_command, server_store
 
@@ -78,6 +79,7 @@ def run_server(config: "RunConfig", index: str, port: str, device: str) -> None:
         return serve(path, resolved.spec, store, host, int(port), device=device, dummy_seed=seed)
     contract = resolved.spec.model_dump_json()
     command = server_command(config, resolved.target, kind, place, int(port), contract)
+    keep_compiled()  # a server's temporary folder ends with it
     environment = engine_environment(kind, config.engine.tp_size) if config.target.backend == "sglang" else {}
     _become(command, environment)
 
@@ -135,7 +137,7 @@ def _become(command: Sequence[str], environment: dict[str, str]) -> None:
     try:
         os.execvpe(command[0], list(command), {**os.environ, **environment})
     except FileNotFoundError:
-        raise ValueError(f"deployment.servers.python: there is no {command[0]}") from None
+        raise ValueError(f"there is no {command[0]} (deployment.servers.python names a server's)") from None
 
 
 if __name__ == "__main__":

@@ -41,16 +41,17 @@ def start(
     require_checksum(config.data)
     _require_place(config, plan, node, role)
     folder = RunFolder(config.folder)
-    if config.training.resume == "never" and folder.has_checkpoint:
+    trains = role in (None, "consumer")
+    if trains and config.training.resume == "never" and folder.has_checkpoint:
         raise ValueError(
             f"training.resume is never, but {folder.path} holds a checkpoint: set another name or output_dir"
         )
-    if config.training.resume == "required" and not folder.has_checkpoint:
+    if trains and config.training.resume == "required" and not folder.has_checkpoint:
         raise ValueError(f"training.resume is required, but {folder.path} holds no checkpoint")
     if config.dummy_weights:
         out.print(DUMMY_WEIGHTS, style="yellow", highlight=False)
     code = run_node(config, plan, node, out, err, role)
-    if code == OK and node == 0 and role in (None, "consumer"):
+    if code == OK and node == 0 and trains:
         from specforge_launch.report import write_report
 
         with out.status("writing the report"):

@@ -1,13 +1,17 @@
 """What SGLang leaves in shared memory: it ends its processes by SIGKILL, so nobody unlinks what they mapped.
 
-Read while a server runs, removed once it is gone. Without /proc (not Linux) nothing is found.
+Read while a server runs, removed once it is gone. Only names of SGLang and multiprocessing are touched.
+Files are found by inode, as a semaphore is mapped under another name. Without /proc nothing is found.
 """
 
+import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER = "/dev/shm/"
+NAMES = ("sgl_shm_", "sglang_loads_", "sem.mp-")
 _PROCESSES = Path("/proc")
 _TICK_SECONDS = 0.05
 
@@ -18,7 +22,8 @@ def mapped_by_group(group: int) -> set[Path]:
     Args:
         group: id of the group.
     """
-    return {path for process in _processes() if _group(process) == group for path in _mapped(process)}
+    inodes = {inode for process in _processes() if _group(process) == group for inode in _mapped(process)}
+    return {path for path, inode in _named().items() if inode in inodes}
 
 
 def remove_unmapped(paths: Iterable[Path], seconds: float = 5.0) -> None:
@@ -30,10 +35,11 @@ def remove_unmapped(paths: Iterable[Path], seconds: float = 5.0) -> None:
     """
     left, deadline = set(paths), time.monotonic() + seconds
     while left:
-        used = {path for process in _processes() for path in _mapped(process)}
+        named, inodes = _named(), {inode for process in _processes() for inode in _mapped(process)}
+        used = {path for path in left if named.get(path) in inodes}
         for path in left - used:
             path.unlink(missing_ok=True)
-        left &= used
+        left = used
         if time.monotonic() > deadline:
             return
         time.sleep(_TICK_SECONDS)
@@ -52,12 +58,17 @@ def _group(process: Path) -> int | None:
         return None
 
 
-def _mapped(process: Path) -> set[Path]:
-    """Segments of shared memory that a process maps; empty if it has ended or is another user's."""
+def _mapped(process: Path) -> set[int]:
+    """Inodes of shared memory that a process maps; empty if it has ended or is another user's."""
     try:
         lines = (process / "maps").read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    # Segments lie in no folder of that folder, unlike files that somebody keeps there.
-    names = (line.partition(FOLDER)[2] for line in lines if FOLDER in line)
-    return {Path(FOLDER + name) for name in names if "/" not in name and not name.endswith(" (deleted)")}
+    return {int(line.split(maxsplit=5)[4]) for line in lines if FOLDER in line}
+
+
+def _named() -> dict[Path, int]:
+    """Inode of each file in shared memory that may be SGLang's."""
+    with suppress(FileNotFoundError), os.scandir(FOLDER) as entries:
+        return {Path(entry.path): entry.inode() for entry in entries if entry.name.startswith(NAMES)}
+    return {}
