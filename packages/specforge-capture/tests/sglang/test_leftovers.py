@@ -64,9 +64,7 @@ def test_semaphores_are_found_and_other_files_are_not(tmp_path: Path, segment: P
     other.write_bytes(bytes(16))
     program = tmp_path / "program.py"
     program.write_text(
-        "import multiprocessing\n"
-        "lock = multiprocessing.get_context('spawn').Lock()\n"
-        f"exec({HOLDER!r})\n"
+        f"import multiprocessing\nlock = multiprocessing.get_context('spawn').Lock()\nexec({HOLDER!r})\n"
     )
     with holder(other, program) as process:
         found = mapped_by_group(process.pid)
