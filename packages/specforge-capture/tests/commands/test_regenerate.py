@@ -12,6 +12,8 @@ from specforge_capture.regeneration.journal import partial_path
 
 ROOT = Path(__file__).resolve().parents[4]
 COMMAND = [sys.executable, "-m", "specforge_capture.cli", "regenerate"]
+ROWS = 32
+"""Enough that a busy machine sees it in the midst of them."""
 RECIPE = f"""\
 target: {{path: {ROOT}/recipes/tiny-target, dtype: float32}}
 data: {{train: answers.jsonl, max_length: 256}}
@@ -35,7 +37,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 def test_what_is_done_is_kept_and_the_command_goes_on(end: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     chats = (ROOT / "recipes" / "tiny-chats" / "train.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "prompts.jsonl").write_text("".join(chats[:20]))
+    (tmp_path / "prompts.jsonl").write_text("".join(chats[:ROWS]))
     output = tmp_path / "answers.jsonl"
     process = start(tmp_path)
     deadline = time.monotonic() + 120
@@ -49,12 +51,12 @@ def test_what_is_done_is_kept_and_the_command_goes_on(end: signal.Signals, tmp_p
         assert process.returncode == 130, error
         assert "keeps what is done" in error
     kept = partial_path(output).read_text().splitlines()
-    assert 3 <= len(kept) < 21, "stopped in the midst"
+    assert 3 <= len(kept) < ROWS + 1, "stopped in the midst"
     text, error = (again := start(tmp_path)).communicate(timeout=240)
     assert again.returncode == 0, error
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["id"] for row in rows] == [f"prompts.jsonl:{n}" for n in range(1, 21)]
-    assert "20: 20 answered, 0 dropped" in text
+    assert [row["id"] for row in rows] == [f"prompts.jsonl:{n}" for n in range(1, ROWS + 1)]
+    assert f"{ROWS}: {ROWS} answered, 0 dropped" in text
     # The shipped chats hold the tiny target's own greedy answers.
     for row, chat in zip(rows, map(json.loads, chats), strict=False):
         if row["finish"] == "stop":
