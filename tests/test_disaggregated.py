@@ -18,7 +18,7 @@ STEPS = 12
 LENGTH = ["training.epochs=1", "evaluation.interval=0"]
 UNMEASURED = ["evaluation.prompts=[]"]
 HURT = [*UNMEASURED, "training.save_every=2", "deployment.producer.high_samples=4"]
-SECONDS = 45.0
+SECONDS = 90.0
 """A run of which a part was killed must have ended by then, however busy the machine."""
 
 

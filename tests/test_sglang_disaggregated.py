@@ -20,7 +20,7 @@ ENVIRONMENT = ROOT / ".cache" / "sglang-cpu"
 INSTALL = ROOT / "scripts" / "sglang_cpu" / "install.py"
 LENGTH = ["training.epochs=1", "training.save_every=2", "evaluation.prompts=[]", "evaluation.interval=0"]
 STEPS = 12
-SECONDS = 60.0
+SECONDS = 90.0
 Launch = Callable[..., Launched]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -170,7 +170,7 @@ class Beside:
             _kill_group(running.process)
             running.clear()
         self.show()
-        if unclean and self._deployment.managed and isinstance(self._deployment.store, FileStore):
+        if unclean and self._deployment.managed and _outlives_with_objects(self._deployment.store):
             self._sweep()
 
     def _producers(self) -> list[_Running]:
@@ -267,6 +267,13 @@ class Beside:
             _kill_group(process)
         if process.returncode:
             self._tell(f"objects of the run may be left in the store: see {self._folder.log('sweep')}")
+
+
+def _outlives_with_objects(store: MooncakeStore | FileStore) -> bool:
+    """Whether a store stays when its run ends, as a folder does, and holds anything; whose, a sweep knows."""
+    if isinstance(store, MooncakeStore) or not os.path.isdir(store.folder):
+        return False
+    return any(not name.startswith(".") for name in os.listdir(store.folder))
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
