@@ -80,8 +80,8 @@ def test_sglang_mooncake_and_two_ranks_train_as_one_rank_does(
 def test_a_killed_store_ends_the_run_and_the_same_command_goes_on(
     launch: Launch, served: list[str], colocated: Ended
 ) -> None:
-    """Mooncake's master is killed during traffic, and with it all objects; the next start captures them anew. The
-    kills of other parts are in test_disaggregated.py and specforge-capture's test_killed_parts.py."""
+    """Mooncake's master is killed during traffic, and with it all objects; the next start captures them anew.
+    Kills of other parts are in test_disaggregated.py and specforge-capture's test_killed_parts.py."""
     run = launch("hurt", *served)
     run.wait_for(lambda event: event["stage"] == "train" and event["step"] >= 2, timeout=600)
     began = time.monotonic()
