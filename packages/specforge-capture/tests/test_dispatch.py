@@ -124,7 +124,7 @@ def test_a_producer_that_vanishes_is_told(tmp_path: Path, mail: dist.Store, prod
 
 
 def test_one_trainer_at_a_time(tmp_path: Path, mail: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specforge_capture.roles._LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("specforge_capture.locks._GONE_SECONDS", 0.1)
     dispatching = dispatcher(tmp_path, mail)
     with pytest.raises(ValueError, match="already has a running trainer"):
         dispatcher(tmp_path, mail)

@@ -185,7 +185,7 @@ def test_a_ledger_of_another_contract_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time_has_a_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specforge_capture.roles._LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("specforge_capture.locks._GONE_SECONDS", 0.2)
     with closing(open_ledger(tmp_path, "producer")) as first:
         assert first.present("producer")
         assert not first.present("trainer")

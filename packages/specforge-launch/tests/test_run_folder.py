@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from specforge_launch import run_folder
 from specforge_launch.run_folder import Follower, RunFolder
 
 HOLD = """
@@ -21,7 +20,7 @@ with RunFolder(sys.argv[1]).lock("node0"):
 def test_a_folder_in_use_is_refused_by_name_and_free_once_its_user_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("specforge_capture.locks._GONE_SECONDS", 0.2)
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None

@@ -32,7 +32,7 @@ from typing import Any
 
 from specforge_capture.prompts.plan import PromptPlan, Task
 from specforge_capture.refs import FeatureRef
-from specforge_capture.roles import Role, RoleLock, alone, is_taken
+from specforge_capture.roles import Role, alone, is_taken, take
 from specforge_config.features import CaptureSpec
 
 FORMAT = 1
@@ -143,7 +143,7 @@ class Ledger:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         with alone(folder):  # one that opens a session sees a producer with what it says, or neither
-            self._lock = RoleLock(folder, role)
+            self._lock = take(folder, role)
             self._db = sqlite3.connect(
                 self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )

@@ -1,8 +1,8 @@
-"""One builder for what several processes need: a lock that ends with its holder, and a sign of life.
+"""Locks that end with their holder, however it ends: of a place, and of the one builder of what several need.
 
-The builder holds an exclusive `flock`, which the kernel releases when it dies, so a killed builder's place is
-free at once. The others poll: no collective ever waits for a build. The builder's heartbeat, the lock file's
-time of change, bounds their wait.
+A lock is an exclusive `flock`, which the kernel releases when its holder dies, so a killed one's place is
+free at once. Those that wait for a builder poll: no collective ever waits for a build. The builder's
+heartbeat, the lock file's time of change, bounds their wait.
 """
 
 import fcntl
@@ -14,6 +14,40 @@ from pathlib import Path
 from typing import TextIO
 
 POLL_SECONDS = 0.1
+_GONE_SECONDS = 5.0  # a process that was killed a moment ago holds its lock until it is gone
+
+
+def hold(path: Path, taken: Callable[[str], str]) -> TextIO:
+    """Hold the lock of a file, in which this process is named, until the last process that has it open ends.
+
+    Args:
+        path: the file.
+        taken: says what is wrong, given the process that holds it.
+
+    Raises:
+        ValueError: with what `taken` says, if another process holds it.
+    """
+    file, deadline = path.open("a+"), time.monotonic() + _GONE_SECONDS
+    while not try_lock(file, fcntl.LOCK_EX):
+        if time.monotonic() > deadline:
+            file.seek(0)
+            holder = file.read().strip() or "?"
+            file.close()
+            raise ValueError(taken(holder))
+        time.sleep(POLL_SECONDS / 2)
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def try_lock(file: TextIO, kind: int) -> bool:
+    """Take a lock, `LOCK_EX` or `LOCK_SH`, unless another process keeps it from being taken."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

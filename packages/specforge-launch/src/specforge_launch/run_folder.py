@@ -1,15 +1,12 @@
 """The output folder of a run: its files, and the lock that lets one launcher a node work in it."""
 
-import fcntl
 import json
-import os
-import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-_LOCK_SECONDS = 5.0  # the ranks of a launcher that was killed a moment ago hold the lock until they are gone
+from specforge_capture.locks import hold
 
 
 class RunFolder:
@@ -79,28 +76,15 @@ class RunFolder:
             ValueError: if another launcher holds it, naming its process.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / f".lock.launch-{part}", "a+") as file:
-            deadline = time.monotonic() + _LOCK_SECONDS
-            while not _locked(file):
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    raise ValueError(
-                        f"{self.path} is in use by the run of process {file.read().strip() or '?'}: "
-                        "wait for it, stop it, or set output_dir to another folder"
-                    )
-                time.sleep(0.1)
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+        path = self.path / f".lock.launch-{part}"
+        with hold(
+            path,
+            lambda holder: (
+                f"{self.path} is in use by the run of process {holder}: "
+                "wait for it, stop it, or set output_dir to another folder"
+            ),
+        ) as file:
             yield file
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class Follower:
