@@ -132,11 +132,7 @@ class Producer:
         self.tell = tell
         self.row_bytes = feature_width(spec) * ELEMENT_BYTES[spec.dtype]
         window_bytes = largest_window(plan, prompts.lengths()) * self.row_bytes
-        try:
-            self.marks = config.watermarks(plan.global_batch, window_bytes)
-        except ValueError as error:
-            lines = str(error).splitlines()
-            raise ValueError("\n".join(f"deployment.producer.{line}" for line in lines)) from None
+        self.marks = config.watermarks(plan.global_batch, window_bytes)
         self.captured = self.retried = self.stops = 0
         self._servers, self._spec = tuple(servers), spec
         self._trainer_seen = time.monotonic()

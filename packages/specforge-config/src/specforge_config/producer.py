@@ -66,17 +66,18 @@ class ProducerConfig(Config):
         faults = []
         if low < window:
             faults.append(
-                f"low_samples is {low}; required: at least one optimizer window, {window} samples, or the "
-                "trainer waits for samples that the producer does not ask for"
+                f"deployment.producer.low_samples is {low}; required: at least one optimizer window, "
+                f"{window} samples, or the trainer waits for samples that the producer does not ask for"
             )
         if high < low:
             faults.append(
-                f"high_samples is {high}; required: at least low_samples and one optimizer window, {low}"
+                f"deployment.producer.high_samples is {high}; required: at least low_samples and one "
+                f"optimizer window, {low}"
             )
         if window_bytes and self.high_bytes and self.high_bytes < window_bytes:
             faults.append(
-                f"high_bytes is {self.high_bytes}; required: at least the largest optimizer window, "
-                f"{window_bytes} bytes"
+                f"deployment.producer.high_bytes is {self.high_bytes}; required: at least the largest "
+                f"optimizer window, {window_bytes} bytes"
             )
         if faults:
             raise ValueError("\n".join(faults))

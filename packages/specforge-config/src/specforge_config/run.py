@@ -113,6 +113,12 @@ class RunConfig(Config):
                     f"required: drop engine.{name}, or target.backend sglang"
                 )
 
+    @property
+    def disaggregated(self) -> Disaggregated:
+        """`deployment`, of a run that is known to be disaggregated."""
+        assert isinstance(self.deployment, Disaggregated), f"deployment.mode is {self.deployment.mode}"
+        return self.deployment
+
     def _disaggregated_faults(self) -> Iterator[str]:
         """Whole optimizer windows must fit between the producer's marks and into the store; ranks hold no
         target while they train."""
@@ -127,7 +133,7 @@ class RunConfig(Config):
         try:
             deployment.producer.watermarks(self.batches.global_batch_size)
         except ValueError as error:
-            yield from (f"deployment.producer.{line}" for line in str(error).splitlines())
+            yield from str(error).splitlines()
         high, capacity = deployment.producer.high_bytes, deployment.store_bytes
         if high is not None and capacity is not None and capacity < high:
             yield (

@@ -103,8 +103,7 @@ class Beside:
 
     @property
     def _deployment(self) -> Disaggregated:
-        assert isinstance(self._config.deployment, Disaggregated), "only those have processes beside ranks"
-        return self._config.deployment
+        return self._config.disaggregated  # only those have processes beside ranks
 
     def start(self, stopped: Callable[[], bool]) -> None:
         """Start all, each once the one before it answers; returns early once `stopped` says so.

@@ -19,7 +19,6 @@ from specforge_capture.remote import RemoteStream
 from specforge_capture.stores.base import open_store
 from specforge_capture.targets.base import Extension
 from specforge_capture.targets.hf import HFTarget
-from specforge_config.deployment import Disaggregated
 from specforge_config.run import RunConfig
 from specforge_launch.assembly import Prepared, Start, assemble, join, prepare
 from specforge_launch.drafts import frozen_of
@@ -61,8 +60,7 @@ def run(config: RunConfig, started: float) -> None:
 def open_stream(prepared: Prepared, world: World, checkpoints: Checkpoints, held: ExitStack) -> RemoteStream:
     """This rank's features, and on rank 0 what hands them out; `held` closes both."""
     config, spec, total = prepared.config, prepared.resolved.spec, prepared.total_steps
-    deployment, mail = config.deployment, _get_default_store()
-    assert isinstance(deployment, Disaggregated)
+    deployment, mail = config.disaggregated, _get_default_store()
     store = held.enter_context(closing(open_store(deployment.store, contribute=False)))
     consumer, start = deployment.consumer, checkpoints.step
     if world.main:

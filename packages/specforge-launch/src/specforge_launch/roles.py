@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from specforge_launch.lifeline import die_with_parent, stop_with_parent
 
 if TYPE_CHECKING:
-    from specforge_config.deployment import Disaggregated
     from specforge_config.run import RunConfig
 
 
@@ -51,7 +50,7 @@ def run_store(config: "RunConfig", metrics_port: str) -> None:
     from specforge_config.store import MooncakeStore
     from specforge_launch.services import master_of
 
-    store = _deployment(config).store
+    store = config.disaggregated.store
     assert isinstance(store, MooncakeStore), "a store of files needs no process"
     _become(master_of(store, int(metrics_port)).command(), {})
 
@@ -68,7 +67,7 @@ def run_server(config: "RunConfig", index: str, port: str, device: str) -> None:
     from specforge_launch.services import server_command, server_store
 
     resolved, kind = resolve(config), "cuda" if device == "cuda" else "cpu"
-    deployment, place = _deployment(config), int(index)
+    deployment, place = config.disaggregated, int(index)
     if config.target.backend == "hf" and deployment.servers.python is None:
         # What `server_command` says, without importing torch a second time.
         from specforge_capture.reference_server import serve
@@ -89,7 +88,7 @@ def produce(config: "RunConfig", *servers: str) -> None:
     from specforge_capture.producer import run_producer
     from specforge_launch.assembly import prepare
 
-    deployment, prepared = _deployment(config), prepare(config)
+    deployment, prepared = config.disaggregated, prepare(config)
     tell = partial(print, flush=True)
     produced = run_producer(
         deployment.production,
@@ -109,7 +108,7 @@ def sweep(config: "RunConfig") -> None:
     from specforge_capture.producer import sweep as free
     from specforge_capture.stores.base import open_store
 
-    with closing(open_store(_deployment(config).store, contribute=False)) as store:
+    with closing(open_store(config.disaggregated.store, contribute=False)) as store:
         free(Path(config.folder), store)
 
 
@@ -124,13 +123,6 @@ def record_failures(path: Path) -> None:
         staged.replace(path)
 
     sys.excepthook = record
-
-
-def _deployment(config: "RunConfig") -> "Disaggregated":
-    from specforge_config.deployment import Disaggregated
-
-    assert isinstance(config.deployment, Disaggregated)
-    return config.deployment
 
 
 def _become(command: Sequence[str], environment: dict[str, str]) -> None:

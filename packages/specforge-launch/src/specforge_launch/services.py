@@ -92,19 +92,14 @@ def plan_capture(
         ValueError: if an optimizer window does not fit between the watermarks, or a managed run asks for more
             GPUs than there are.
     """
-    deployment = _deployment(config)
+    deployment = config.disaggregated
     layers = config.draft.target_layer_ids or default_layer_ids(target.num_layers)
     state = ELEMENT_BYTES[
         target.dtype.removeprefix("torch.") if config.target.dtype == "auto" else config.target.dtype
     ]
     width = (len(layers) + (config.draft.method != "dflash")) * target.hidden_size
     sample, window = config.data.max_length * width * state, config.batches.global_batch_size
-    try:
-        marks = deployment.production.watermarks(window, window * sample)
-    except ValueError as error:
-        raise ValueError(
-            "\n".join(f"deployment.producer.{line}" for line in str(error).splitlines())
-        ) from None
+    marks = deployment.production.watermarks(window, window * sample)
     return CapturePlan(
         services=_services(config, target, device, num_gpus),
         nodes=_nodes(deployment, source),
@@ -162,7 +157,7 @@ def server_command(
     Raises:
         ValueError: a line for each setting that the engine cannot serve with.
     """
-    deployment = _deployment(config)
+    deployment = config.disaggregated
     store, host = server_store(deployment, index).model_dump_json(), deployment.servers.host
     python = deployment.servers.python or sys.executable
     listen = ("--host", host, "--port", str(port))
@@ -183,15 +178,10 @@ def server_command(
     return (python, "-m", "sglang.launch_server", *listen, *quiet, *engine, *capture)
 
 
-def _deployment(config: RunConfig) -> Disaggregated:
-    assert isinstance(config.deployment, Disaggregated)
-    return config.deployment
-
-
 def _services(
     config: RunConfig, target: TargetShape, device: Literal["cpu", "cuda"], num_gpus: int
 ) -> tuple[Service, ...]:
-    deployment = _deployment(config)
+    deployment = config.disaggregated
     services = []
     if isinstance(deployment.store, MooncakeStore):
         master = deployment.store.master
