@@ -4,7 +4,7 @@ one, and compare the two loss curves.
 
     python scripts/loss_curve.py                                     # the shipped tiny target's chats
     python scripts/loss_curve.py --data chain                        # H = 2048, V = 32000
-    python scripts/loss_curve.py --data chain --hidden 4096 --vocabulary 151936
+    python scripts/loss_curve.py --data chain --hidden 4096 --vocabulary 151936 --lr 3e-5
     python scripts/loss_curve.py --device cpu --steps 4 --anchors 4  # a rehearsal, interpreted by Triton
     python scripts/loss_curve.py --read loss_curve.json --picture curve.png
 
@@ -13,11 +13,11 @@ fast path is what the policy chooses. All else is the trainer's own: a sharded f
 of one, computing in bfloat16 on a GPU and float32 on a CPU; clipping, AdamW, warm-up and decay.
 
 `--data tiny-target` captures the states of recipes/tiny-target over its chats. `--data chain` is a target
-made up at any size: each document follows one of four Markov chains over 1024 tokens, and the target is right
-about the chain. Its captured states tell token and chain under noise, so that a draft has to look at its
-context to know the chain, and learns. Its default sizes are below Qwen3-8B's because the plain path keeps the
-probabilities of all pairs, heads x slots x (tokens + slots) in float32, of each layer: 3.2 GiB each at 3911
-tokens and 32 heads.
+made up at any size: each span of a document follows one of four Markov chains over 1024 tokens, and the
+target is right about the chain. Its captured states tell token and chain under noise, so that a draft has to
+look at its context to know the chain, and learns. Its default sizes are below Qwen3-8B's: the plain path
+keeps the probabilities of all pairs, heads x slots x (tokens + slots) in float32, of each layer: 3.2 GiB each
+at 3911 tokens and 32 heads.
 
 The exit status is 1 if the losses of a step differ by more than `--limit`, or if the draft has not learned.
 """
@@ -51,6 +51,9 @@ LEARNED = 0.9
 """Share of the first loss that the last one must be below."""
 STATES, TOPICS, SUCCESSORS = 1024, 4, (0.6, 0.25, 0.1, 0.05)
 """Tokens of a chain, chains, and the probabilities of a token's successors."""
+SPAN = 64
+"""Tokens after which a document draws its chain anew: steps of one chain alone would be batches so unlike one
+another that the confidence loss jumps between 3 and 17, and there curves part by rounding alone."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def tiny_target(arguments: argparse.Namespace, device: "torch.device", dtype: "t
 
     assert config.draft.method == "dspark"
     shape = DSpark().resolve(config.draft, resolved.target, resolved.mask_token_id)
-    return Source(shape, frozen_of(resolved, dtype, device), batch, config.optimizer.lr)
+    return Source(shape, frozen_of(resolved, dtype, device), batch, arguments.lr or config.optimizer.lr)
 
 
 def chain(arguments: argparse.Namespace, device: "torch.device", dtype: "torch.dtype") -> Source:
@@ -191,27 +194,28 @@ def chain(arguments: argparse.Namespace, device: "torch.device", dtype: "torch.d
 
     def batch(step: int) -> FeatureBatch:
         generator, size = np.random.default_rng((1, step)), lengths[step % len(lengths)]
-        topic, token = generator.integers(TOPICS), generator.integers(states)
-        tokens = []
-        for choice in generator.choice(len(SUCCESSORS), size, p=SUCCESSORS):
+        topics = generator.integers(TOPICS, size=-(-size // SPAN)).repeat(SPAN)[:size]
+        token, tokens = generator.integers(states), []
+        for topic, choice in zip(topics, generator.choice(len(SUCCESSORS), size, p=SUCCESSORS), strict=True):
             tokens.append(token)
             token = successors[topic, token, choice]
-        rows = torch.from_numpy(np.array(tokens)).to(device)
+        rows, topic_rows = (torch.from_numpy(np.array(x)).to(device) for x in (tokens, topics))
         noise = torch.Generator(device).manual_seed(step)
-        captured = of_token[rows] + of_chain[topic]
+        captured = of_token[rows] + of_chain[topic_rows]
         captured += torch.randn(captured.shape, generator=noise, device=device)
         return FeatureBatch(
             tokens=rows.cpu(),
             loss_mask=torch.arange(size) >= UNSUPERVISED * size,
             cu_seqlens=torch.tensor([0, size]),
             hidden=captured.bfloat16(),
-            last_hidden=last[topic, rows].bfloat16(),
+            last_hidden=last[topic_rows, rows].bfloat16(),
             sample_ids=(str(step),),
             positions=((0, step),),
             spec=spec,
         )
 
-    return Source(draft_shape(shapes), FrozenTarget(embedding.to(dtype), head.to(dtype)), batch, CHAIN_LR)
+    frozen = FrozenTarget(embedding.to(dtype), head.to(dtype))
+    return Source(draft_shape(shapes), frozen, batch, arguments.lr or CHAIN_LR)
 
 
 SOURCES = {"tiny-target": tiny_target, "chain": chain}
@@ -289,6 +293,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--hidden", type=int, default=2048, help="of a chain's target; heads are of 128")
     parser.add_argument("--vocabulary", type=int, default=32000, help="of a chain's target")
+    parser.add_argument("--lr", type=float, help=f"default: the recipe's, {CHAIN_LR:g} for a chain")
     parser.add_argument("--max-length", type=int, default=3911, help="tokens of a chain's document at most")
     parser.add_argument("--anchors", type=int, help="anchors of a sample at most; default: the recipe's, 512")
     parser.add_argument("--limit", type=float, default=0.005, help="largest relative difference of a step")

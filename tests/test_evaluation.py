@@ -93,6 +93,19 @@ def test_several_processes_measure_the_same(source: Source, measured: dict) -> N
     assert found == pytest.approx(wanted, rel=1e-6), "float sums in another order aside"
 
 
+def test_ctrl_c_keeps_what_was_decoded(source: Source, measured: dict) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    found = measure_draft(source, progress=interrupt)
+    decoded, planned = found["conversations"]["decoded"], found["conversations"]["planned"]
+    assert 0 < decoded < planned == measured["conversations"]["decoded"]
+    first = measured["sets"][0]
+    assert [(row["name"], row["temperature"]) for row in found["sets"]] == [(first["name"], first["temperature"])]
+    assert found["tokens"] <= first["tokens"]
+
+
 def test_the_command_writes_a_record_and_a_picture(
     source: Source, call: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
 """Losslessness with a real (random, tiny) transformers target, and what is counted."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from specforge_train.counts import DecodeCounts
 from specforge_train.decode import evaluate, plain_decode, speculative_decode
 from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.dspark import DSpark
-from specforge_train.verification import Proposal
+from specforge_train.verification import GREEDY, Proposal, Verification
 
 GAMMA, LAYER_IDS = 4, (0, 1)
 PROMPTS = [torch.tensor([5, 9, 3]), torch.tensor([1]), torch.tensor([7, 7, 2, 30, 11, 4, 8])]
@@ -62,7 +61,7 @@ class Oracle:
         self.told = []
 
     def propose(
-        self, new_hidden: Tensor, position: int, anchor: int, choose: Callable[[Tensor], Tensor]
+        self, new_hidden: Tensor, position: int, anchor: int, rule: Verification = GREEDY
     ) -> Proposal:
         self.told.append(new_hidden)
         assert sum(len(x) for x in self.told) == position

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specforge_train.verification import Greedy, Proposal, Sampling, rule_for
+from specforge_train.verification import Greedy, Proposal, Sampling, Verification, rule_for
 
 VOCABULARY, GAMMA = 5, 3
 
@@ -11,8 +11,12 @@ def logits_of(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def choose(rule: Verification, logits: Tensor) -> Tensor:
+    return rule.choice(logits, rule.draws(1, logits.device)[0])
+
+
 def sampled(rule: Sampling, draft: Tensor) -> Proposal:
-    tokens = torch.stack([rule.choose(row) for row in draft])
+    tokens = torch.stack([choose(rule, row) for row in draft])
     return Proposal(tokens, torch.ones(GAMMA), draft)
 
 
@@ -37,7 +41,7 @@ def test_emitted_tokens_are_distributed_as_the_targets(temperature: float) -> No
         accepted_first += accepted > 0
         first, second = (*emitted, None)[:2]
         if second is None:  # the next round would draw it from the target alone or with a draft
-            second = int(rule.choose(target[1]))
+            second = int(choose(rule, target[1]))
         pairs[first, second] += 1
     p, q = ((x / temperature).softmax(-1) for x in (target, draft))
     wanted = p[0][:, None] * p[1][None] * rounds
@@ -66,7 +70,7 @@ def test_a_prompts_stream_depends_on_seed_and_prompt_alone() -> None:
     logits = torch.zeros(1000)
 
     def draw(seed: int, prompt: list[int]) -> int:
-        return int(rule_for(1.0, seed, torch.tensor(prompt)).choose(logits))
+        return int(choose(rule_for(1.0, seed, torch.tensor(prompt)), logits))
 
     assert draw(0, [1, 2]) == draw(0, [1, 2])
     assert len({draw(0, [1, 2]), draw(1, [1, 2]), draw(0, [2, 1])}) == 3

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from specforge_capture.targets import batch as batches
+from specforge_capture.targets import cache
 from specforge_capture.targets.batch import STRIDE, Answer, DecodingBatch, Request
 from specforge_capture.targets.loading import load_model
 from specforge_capture.targets.sampling import Sampling
@@ -80,7 +81,7 @@ def test_the_cache_grows_and_long_prompts_are_prefilled_in_portions(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = answer_all(model, requests(), 4)
-    monkeypatch.setattr(batches, "_GROWTH", 8)
+    monkeypatch.setattr(cache, "GROWTH", 8)
     monkeypatch.setattr(batches, "_ALIGNMENT", 8)
     monkeypatch.setattr(batches, "PREFILL_TOKENS", 40)
     assert answer_all(model, requests(), 4) == wide

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from specforge_capture.targets import sequence
 from specforge_capture.targets.base import PromptRow
 from specforge_capture.targets.hf import HFTarget
 from specforge_config.features import CaptureSpec
@@ -155,6 +156,52 @@ def test_extending_by_several_tokens_equals_one_forward(
     torch.testing.assert_close(torch.cat([part.hidden for part in parts]), states, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_steps_at_capacity_equal_steps_over_what_is_there(
+    window: int | None, qwen3_folder: Path, tmp_path: Path, spec: CaptureSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU records, run here as it is: from its third time on a length's step is `at_capacity`."""
+    monkeypatch.setattr(sequence, "_LEAST_CAPACITY", 16)
+    folder = sliding(qwen3_folder, tmp_path, window) if window else qwen3_folder
+    plain, fixed, recorded = HFTarget(folder, spec), HFTarget(folder, spec), []
+
+    def record(step: sequence.Step, ids: Tensor, positions: Tensor) -> sequence.Step:
+        recorded.append(len(ids))
+        return step
+
+    fixed._record = record
+    ids = ids_of(rows_of((60,))[0])
+    for prompt in (9, 12):  # the second sequence takes over the first one's cache
+        caches = plain.start(), fixed.start()
+        at = 0
+        for count in (prompt, 1, 5, 1, 5, 1, 5, 1, 1, 5, 1, 13):
+            expected, found = (
+                t.extend(ids[at : at + count], cache) for t, cache in zip((plain, fixed), caches, strict=True)
+            )
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-5, atol=1e-5)
+            at += count - 2 if count == 5 else count  # as after a block of which two tokens were rejected
+            for t, cache in zip((plain, fixed), caches, strict=True):
+                t.crop(cache, at)
+        del caches, cache
+    assert set(recorded) == {1, 5}
+    assert len(fixed._idle) == 1
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_it_is(target: HFTarget) -> None:
+    tried = []
+
+    def refuse(step: sequence.Step, ids: Tensor, positions: Tensor) -> sequence.Step:
+        tried.append(len(ids))
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    expected = greedy(target, torch.tensor([5, 6, 7]), 8)
+    target._record = refuse
+    target._idle.clear()
+    assert greedy(target, torch.tensor([5, 6, 7]), 8) == expected
+    assert tried == [1]
+
+
 def test_a_cropped_cache_forgets(target: HFTarget) -> None:
     prompt, wrong, right = torch.tensor([5, 6, 7]), torch.tensor([8, 9]), torch.tensor([10, 11])
     cache = target.start()
@@ -167,16 +214,22 @@ def test_a_cropped_cache_forgets(target: HFTarget) -> None:
     assert torch.equal(found.logits, target.extend(right, straight).logits)
 
 
-@pytest.mark.parametrize("window", [2, 5, 64])
-def test_sliding_windows_are_followed(
-    window: int, qwen3_folder: Path, tmp_path: Path, spec: CaptureSpec
-) -> None:
+def sliding(qwen3_folder: Path, tmp_path: Path, window: int) -> Path:
+    """The model with a window in every other layer."""
     folder = tmp_path / "sliding"
     shutil.copytree(qwen3_folder, folder)
     config = json.loads((folder / "config.json").read_text())
     kinds = ["full_attention", "sliding_attention"] * 2
     config |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("window", [2, 5, 64])
+def test_sliding_windows_are_followed(
+    window: int, qwen3_folder: Path, tmp_path: Path, spec: CaptureSpec
+) -> None:
+    folder = sliding(qwen3_folder, tmp_path, window)
     plain = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
     target = HFTarget(folder, spec)
     rows = rows_of((30, 90))
@@ -193,7 +246,7 @@ def test_sliding_windows_are_followed(
     cache = target.start()
     target.extend(prompt, cache)
     target.crop(cache, 10)
-    assert cache.get_seq_length() == 10
+    assert cache.length == 10
 
 
 def test_half_precision_states_have_the_contracts_type(qwen3_folder: Path, spec: CaptureSpec) -> None:
@@ -246,6 +299,20 @@ def test_a_gpu_captures_what_a_cpu_does(dtype: str, target_folder: Path, spec: C
         # Four layers of bfloat16 arithmetic: an error of a few hundredths of the states' own scale.
         scale = 1e-4 if dtype == "float32" else 5e-2
         assert (have.float().cpu() - want).norm() < scale * want.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_decodes_by_recorded_steps_what_a_cpu_does(target_folder: Path, spec: CaptureSpec) -> None:
+    ids = ids_of(rows_of((90,))[0])
+    targets = HFTarget(target_folder, spec), HFTarget(target_folder, spec, "cuda")
+    sequences = [target.start() for target in targets]
+    for part in ids.split([40, *[1] * 10, *[8] * 5]):
+        want, have = (t.extend(part, sequence) for t, sequence in zip(targets, sequences, strict=True))
+        torch.testing.assert_close(have.logits.cpu(), want.logits, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(have.hidden.cpu(), want.hidden, rtol=1e-3, atol=1e-3)
+    recorded = sequences[1].steps._recorded
+    assert set(recorded) == {1, 8}
+    assert None not in recorded.values()
 
 
 @pytest.fixture

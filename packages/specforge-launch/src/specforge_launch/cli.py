@@ -194,7 +194,7 @@ def evaluate(
     """Measure a draft by speculative decoding: τ and acceptance of every prompt file, speed-up, calibration.
 
     Greedy outputs are compared with the target's own one by one; sampled ones keep its distribution by the
-    rejection rule.
+    rejection rule. Ctrl-C ends the measurement with what was decoded until then.
 
       specforge-launch evaluate quickstart
       specforge-launch evaluate outputs/quickstart --prompts gsm8k.jsonl --prompts mt-bench.jsonl
@@ -208,6 +208,9 @@ def evaluate(
     draft = Source(source, (*(overrides or []), *settings), checkpoint, target, tuple(prompts or ()))
     with counting(err, "decoding") as progress:
         result = measure_draft(draft, workers, progress)
+    decoded, planned = result["conversations"]["decoded"], result["conversations"]["planned"]
+    if decoded < planned:
+        err.print(f"stopped after {decoded} of {planned} conversations: this is what they gave")
     folder = output or result_folder(source, draft.overrides)
     written = [] if folder is None else save_measurement(result, folder)
     if as_json:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -161,10 +162,12 @@ def measure_draft(source: Source, workers: int = 1, progress: Progress = lambda 
 
     Returns:
         Plain values: `sets`, a measurement each of a set at a temperature; the same at the top level over all
-        sets at the first temperature; `calibration`.
+        sets at the first temperature; `calibration`; `conversations`, how many were decoded of how many:
+        Ctrl-C ends the measurement with those that were.
 
     Raises:
         ValueError: if there is no such draft, or nothing to measure it with.
+        KeyboardInterrupt: if nothing was decoded until Ctrl-C.
     """
     draft = source.find()
     settings = draft.config.evaluation
@@ -185,18 +188,21 @@ def measure_draft(source: Source, workers: int = 1, progress: Progress = lambda 
         carried_out = ((task, session.measure(task)) for task in tasks)
     else:
         carried_out = _side_by_side(tasks, source, workers)
-    for task, measured in carried_out:
-        parts[task] = measured
-        done += len(sets[task.file][task.prompts])
-        progress(done, total)
-    results = {
-        (temperature, file): Measured(DecodeCounts.zeros(block))
-        for temperature in settings.temperatures
-        for file in sets
-    }
+    try:
+        for task, measured in carried_out:
+            parts[task] = measured
+            done += len(sets[task.file][task.prompts])
+            progress(done, total)
+    except KeyboardInterrupt:
+        if not parts:
+            raise
+    results: dict[tuple[float, str], Measured] = {}
     for task in tasks:  # whichever ended first: calibration halves the prompts by turns
-        results[task.temperature, task.file] += parts[task]
-    return _result(draft, results, workers)
+        if task in parts:
+            empty = Measured(DecodeCounts.zeros(block))
+            so_far = results.setdefault((task.temperature, task.file), empty)
+            so_far += parts[task]
+    return {**_result(draft, results, workers), "conversations": {"decoded": done, "planned": total}}
 
 
 def _side_by_side(tasks: Sequence[Task], source: Source, workers: int) -> Iterator[tuple[Task, Measured]]:
@@ -215,6 +221,7 @@ _session: Session | None = None  # of a worker process
 
 def _open_session(source: Source) -> None:
     global _session
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C: the parent ends the pool
     torch.set_num_threads(1)
     draft = source.find()
     resolved = resolve(draft.config)
@@ -232,7 +239,7 @@ def _result(draft: FoundDraft, results: dict[tuple[float, str], Measured], worke
         {"name": Path(file).stem, "temperature": temperature, **_row(measured.counts, temperature)}
         for (temperature, file), measured in results.items()
     ]
-    first = settings.temperatures[0]
+    first = next(iter(results))[0]
     pooled = [measured.counts for (temperature, _), measured in results.items() if temperature == first]
     overall = sum(pooled[1:], pooled[0])
     return {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specforge_train.counts import DecodeCounts, Decoded, PlainOutput
-from specforge_train.verification import Greedy, Proposal, Verification, rule_for
+from specforge_train.verification import GREEDY, Proposal, Verification, rule_for
 
 PREFILL_TOKENS = 512
 """Prompt tokens of one pass: bounds the logits, of which a target returns one row a token."""
@@ -65,9 +65,9 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, new_hidden: Tensor, position: int, anchor: int, choose: Callable[[Tensor], Tensor]
+        self, new_hidden: Tensor, position: int, anchor: int, rule: Verification = GREEDY
     ) -> Proposal:
-        """A block behind the anchor, each of its tokens by `choose` from its logits [V].
+        """A block behind the anchor, each of its tokens chosen by the rule from its logits [V].
 
         `new_hidden` [n, K·H] are the target's states of the tokens from the last call's anchor (or the
         sequence's start) up to the one before this anchor, which stands at `position`.
@@ -75,12 +75,17 @@ class Drafter(Protocol):
         ...
 
 
+def _choose(rule: Verification, logits: Tensor) -> int:
+    """A token from logits [V]."""
+    return int(rule.choice(logits, rule.draws(1, logits.device)[0]))
+
+
 def _prefill(target: DecodingTarget, prompt: Tensor, cache: Any, rule: Verification) -> tuple[int, Tensor]:
     """The first token after the prompt, and the prompt's states [P, K·H]."""
     if not prompt.numel():
         raise ValueError("the prompt is empty, required at least one token")
     parts = [target.extend(part, cache) for part in prompt.split(PREFILL_TOKENS)]
-    return int(rule.choose(parts[-1].logits[-1])), torch.cat([part.hidden for part in parts])
+    return _choose(rule, parts[-1].logits[-1]), torch.cat([part.hidden for part in parts])
 
 
 def _cut(tokens: list[int], limit: int, stop_ids: Collection[int]) -> tuple[list[int], bool]:
@@ -109,12 +114,12 @@ def plain_decode(
         stop_ids: tokens that end the output; the one that does is emitted.
         rule: how tokens are chosen; greedily by default.
     """
-    stop, rule = frozenset(stop_ids), rule or Greedy()
+    stop, rule = frozenset(stop_ids), rule or GREEDY
     cache = target.start()
     token, _ = _prefill(target, prompt, cache, rule)
     tokens, done = _cut([token], max_new_tokens, stop)
     while not done:
-        token = int(rule.choose(target.extend(torch.tensor(tokens[-1:]), cache).logits[-1]))
+        token = _choose(rule, target.extend(torch.tensor(tokens[-1:]), cache).logits[-1])
         new, done = _cut([token], max_new_tokens - len(tokens), stop)
         tokens += new
     return tokens
@@ -130,7 +135,7 @@ def speculative_decode(
     rule: Verification | None = None,
 ) -> Decoded:
     """Output of the same kind with the draft's help; arguments as `plain_decode`."""
-    stop, rule = frozenset(stop_ids), rule or Greedy()
+    stop, rule = frozenset(stop_ids), rule or GREEDY
     cache = target.start()
     drafter.begin()
     anchor, new_hidden = _prefill(target, prompt, cache, rule)
@@ -138,8 +143,9 @@ def speculative_decode(
     tokens, done = _cut([anchor], max_new_tokens, stop)
     decoded, confidence = Decoded(tokens), []
     while not done:
-        proposal = drafter.propose(new_hidden, position, anchor, rule.choose)
-        step = target.extend(torch.cat([proposal.tokens.new_tensor([anchor]), proposal.tokens]), cache)
+        proposal = drafter.propose(new_hidden, position, anchor, rule)
+        first = torch.tensor([anchor]).to(proposal.tokens.device, non_blocking=True)
+        step = target.extend(torch.cat([first, proposal.tokens]), cache)
         accepted, own = rule.verify(proposal, step.logits)
         new, done = _cut(own, max_new_tokens - len(tokens), stop)
         tokens += new

@@ -14,6 +14,7 @@ Source: arXiv 2211.17192, algorithm 1.
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,11 +32,31 @@ class Proposal(NamedTuple):
     """[γ, V] that the tokens were chosen from."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How a token is chosen from logits: the first-ranked one at temperature 0, by a draw above."""
+
+    temperature: float = 0.0
+
+    def __call__(self, logits: Tensor, draw: Tensor) -> Tensor:
+        """A token [] from logits [V]; `draw` [] float64, uniform in [0, 1), alone decides between tokens of
+        softmax(logits / temperature). Nothing here waits for the device.
+        """
+        return _draw(self.distribution(logits), draw) if self.temperature else logits.argmax()
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """softmax(logits / temperature) [..., V] in float64."""
+        return (logits.double() / self.temperature).softmax(-1)
+
+
 class Verification(Protocol):
     """One rule; it may keep a random stream, so that one serves one sequence."""
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """A token [] from logits [V]: of the draft for a proposal, of the target on its own."""
+    choice: Choice
+    """Of the draft for a proposal, of the target on its own."""
+
+    def draws(self, count: int, device: torch.device) -> Tensor:
+        """What the next `count` choices are made by, [count] float64."""
         ...
 
     def verify(self, proposal: Proposal, logits: Tensor) -> tuple[int, list[int]]:
@@ -49,9 +70,11 @@ class Verification(Protocol):
 class Greedy:
     """The rule at temperature 0."""
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """The first-ranked token."""
-        return logits.argmax()
+    choice = Choice()
+
+    def draws(self, count: int, device: torch.device) -> Tensor:
+        """Zeros, which nothing depends on."""
+        return torch.zeros(count, dtype=torch.float64, device=device)
 
     def verify(self, proposal: Proposal, logits: Tensor) -> tuple[int, list[int]]:
         """See `Verification.verify`."""
@@ -61,6 +84,9 @@ class Greedy:
         proposed, own = both[:gamma], both[gamma:]
         accepted = next((k for k in range(gamma) if proposed[k] != own[k]), gamma)
         return accepted, own[: accepted + 1]
+
+
+GREEDY = Greedy()
 
 
 class Sampling:
@@ -74,39 +100,36 @@ class Sampling:
     def __init__(self, temperature: float, seed: int) -> None:
         if temperature <= 0:
             raise ValueError(f"the temperature is {temperature}; required: above 0, or greedy decoding")
-        self.temperature = temperature
+        self.choice = Choice(temperature)
         self._random = torch.Generator().manual_seed(seed)
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """A draw from softmax(logits / temperature)."""
-        return self._draw(self._distribution(logits))
+    def draws(self, count: int, device: torch.device) -> Tensor:
+        """The stream's next numbers."""
+        return torch.rand(count, generator=self._random, dtype=torch.float64).to(device)
 
     def verify(self, proposal: Proposal, logits: Tensor) -> tuple[int, list[int]]:
         """See `Verification.verify`."""
         gamma, tokens = proposal.tokens.shape[0], proposal.tokens.to(logits.device)
-        target, draft = self._distribution(logits), self._distribution(proposal.logits.to(logits.device))
+        target = self.choice.distribution(logits)
+        draft = self.choice.distribution(proposal.logits.to(logits.device))
         wanted, offered = (x[:gamma].gather(1, tokens[:, None])[:, 0] for x in (target, draft))
-        rejected = (self._uniform(gamma, logits.device) * offered >= wanted).tolist()
+        draws = self.draws(gamma + 1, logits.device)
+        rejected = (draws[:gamma] * offered >= wanted).tolist()
         accepted = next((k for k in range(gamma) if rejected[k]), gamma)
         if accepted == gamma:
-            bonus = self._draw(target[gamma])
+            rest = target[gamma]
         else:
             rest = (target[accepted] - draft[accepted]).clamp(min=0)
             # Equal distributions reject only by rounding; then any draw from the target is right.
-            bonus = self._draw(torch.where(rest.sum() > 0, rest, target[accepted]))
-        return accepted, torch.cat([tokens[:accepted], bonus[None]]).tolist()
+            rest = torch.where(rest.sum() > 0, rest, target[accepted])
+        return accepted, torch.cat([tokens[:accepted], _draw(rest, draws[gamma])[None]]).tolist()
 
-    def _distribution(self, logits: Tensor) -> Tensor:
-        return (logits.double() / self.temperature).softmax(-1)
 
-    def _uniform(self, count: int, device: torch.device) -> Tensor:
-        return torch.rand(count, generator=self._random, dtype=torch.float64).to(device)
-
-    def _draw(self, weights: Tensor) -> Tensor:
-        """Invert the cumulated weights [V], which need not sum to 1."""
-        cumulated = weights.cumsum(-1)
-        point = self._uniform(1, weights.device) * cumulated[-1]
-        return torch.searchsorted(cumulated, point, right=True)[0].clamp(max=weights.shape[-1] - 1)
+def _draw(weights: Tensor, draw: Tensor) -> Tensor:
+    """Invert the cumulated weights [V], which need not sum to 1, at `draw` [] in [0, 1)."""
+    cumulated = weights.cumsum(-1)
+    found = torch.searchsorted(cumulated, (draw * cumulated[-1])[None], right=True)[0]
+    return found.clamp(max=weights.shape[-1] - 1)
 
 
 def rule_for(temperature: float, seed: int, prompt: Tensor) -> Verification:
@@ -114,5 +137,5 @@ def rule_for(temperature: float, seed: int, prompt: Tensor) -> Verification:
     decodes it or after which others.
     """
     if temperature == 0:
-        return Greedy()
+        return GREEDY
     return Sampling(temperature, zlib.crc32(prompt.to(torch.int64).cpu().numpy().tobytes(), seed))

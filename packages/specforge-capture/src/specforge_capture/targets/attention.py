@@ -5,8 +5,8 @@ document only, causally, within the layer's sliding window if it has one. No mas
 SDPA runs once a document, or, for short documents on CUDA with 16-bit states, torch's variable-length
 attention runs all at once.
 
-Without offsets (decoding with a cache) the queries are the last of the keys. With slots, many sequences
-decode one token each, over keys of their own length.
+Without offsets (decoding with a cache) the queries are the last of the keys. With slots, B sequences decode
+n tokens each at positions that the device alone knows, over m keys of which each sees its own past.
 
 Notation: n queries, m keys, Hq and Hkv heads, D head width, B sequences that decode at once.
 """
@@ -47,25 +47,27 @@ class Documents:
 
 
 class Slots:
-    """Sequences that decode one token each, passed to every attention layer of a forward."""
+    """Sequences that decode together, passed to every attention layer of a forward."""
 
-    def __init__(self, lengths: Tensor, width: int) -> None:
+    def __init__(self, positions: Tensor, width: int) -> None:
         """
         Args:
-            lengths: [B] keys of each sequence, its new token's included.
-            width: m, at least the longest of them.
+            positions: [B, n] of the new tokens in their sequences.
+            width: m, above each of them.
         """
-        self._behind = lengths[:, None] - 1 - torch.arange(width, device=lengths.device)
-        self._seen: dict[int | None, Tensor] = {}
+        self._behind = positions[:, :, None] - torch.arange(width, device=positions.device)
+        self._seen: dict[tuple[int | None, int], Tensor] = {}
 
-    def seen(self, window: int | None) -> Tensor:
-        """[B, 1, 1, m] bool: keys that a sequence's new token sees; made once for all layers of a window."""
-        if window not in self._seen:
+    def seen(self, window: int | None, group: int) -> Tensor:
+        """[B, 1, group · n, m] bool: keys that a sequence's new tokens see, for each of `group` heads; made
+        once for all layers of a window.
+        """
+        if (window, group) not in self._seen:
             seen = self._behind >= 0
             if window is not None:
                 seen &= self._behind < window
-            self._seen[window] = seen[:, None, None]
-        return self._seen[window]
+            self._seen[window, group] = seen[:, None].repeat(1, 1, group, 1)
+        return self._seen[window, group]
 
 
 def packed_attention(
@@ -84,7 +86,7 @@ def packed_attention(
 
     Args:
         module: the model's attention layer.
-        query: [1, Hq, n, D]; [B, Hq, 1, D] with slots.
+        query: [1, Hq, n, D]; [B, Hq, n, D] with slots.
         key: [1, Hkv, m, D]; [B, Hkv, m, D] with slots.
         value: as `key`.
         attention_mask: always None.
@@ -92,11 +94,11 @@ def packed_attention(
         sliding_window: keys that a query sees, itself included; None sees all.
         documents: offsets of packed documents; without them or slots, one sequence whose queries are the last
             of the keys.
-        slots: lengths of sequences that decode.
+        slots: places of sequences that decode.
         options: what else the layer passes; anything that changes the result is refused.
 
     Returns:
-        [1, n, Hq, D] (with slots [B, 1, Hq, D]), and no weights.
+        [1, n, Hq, D] (with slots [B, n, Hq, D]), and no weights.
 
     Raises:
         ValueError: for attention with soft caps, sinks or without causality.
@@ -108,7 +110,7 @@ def packed_attention(
             "set target.backend to sglang"
         )
     if slots is not None:
-        return _one_each(query, key, value, slots, scaling, sliding_window).transpose(1, 2), None
+        return _slots(query, key, value, slots, scaling, sliding_window).transpose(1, 2), None
     if documents is None:
         return _sdpa(query, key, value, scaling, sliding_window).transpose(1, 2), None
     if _prefers_varlen(query, documents, sliding_window):
@@ -138,16 +140,21 @@ def _varlen(
     return attend(q, k, v, cu, cu, longest, longest, scale=scale, window_size=seen, **_GROUPED)[None]
 
 
-def _one_each(
+def _slots(
     query: Tensor, key: Tensor, value: Tensor, slots: Slots, scale: float | None, window: int | None
 ) -> Tensor:
-    """One query a sequence, [B, Hq, 1, D]. A group's heads stand as rows over their shared keys, which spares
-    the copies that fused kernels with a mask would need for grouped heads.
+    """Attention of sequences that decode, [B, Hq, n, D]. A group's heads stand as rows over their shared
+    keys, which spares the copies that fused kernels with a mask would need for grouped heads.
     """
-    sequences, heads, _, width = query.shape
-    rows = query.view(sequences, key.shape[1], heads // key.shape[1], width)
-    output = scaled_dot_product_attention(rows, key, value, attn_mask=slots.seen(window), scale=scale)
-    return output.reshape(sequences, heads, 1, width)
+    sequences, heads, count, width = query.shape
+    group = heads // key.shape[1]
+    rows, seen = query.reshape(sequences, key.shape[1], group * count, width), slots.seen(window, group)
+    if sequences > 1:
+        output = scaled_dot_product_attention(rows, key, value, attn_mask=seen, scale=scale)
+    else:  # too few rows to fill a device with a fused kernel, which reads all keys one after the other
+        scores = (rows * (width**-0.5 if scale is None else scale)) @ key.transpose(-1, -2)
+        output = scores.masked_fill_(~seen, float("-inf")).softmax(-1) @ value
+    return output.reshape(query.shape)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:

@@ -7,12 +7,12 @@ never waits for the device in between; what a sequence decodes behind its end un
 
 Invariant: a sequence's tokens depend on its prompt and its draws, not on its neighbours (up to rounding).
 
-Notation: B slots, n running sequences, L capacity in tokens, Hkv heads of width D, T packed prompt tokens.
+Notation: B slots, n running sequences, T packed prompt tokens.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from specforge_capture.targets.attention import Documents, Slots
+from specforge_capture.targets.cache import SlotCache
 from specforge_capture.targets.loading import decoder_layers
 from specforge_capture.targets.sampling import Sampling, choose, uniform_draws
 
@@ -28,7 +29,6 @@ STRIDE = 8
 """Steps between looks at what was decoded."""
 PREFILL_TOKENS = 8192
 """Prompt tokens of one prefill, unless a single prompt is longer."""
-_GROWTH = 256
 _ALIGNMENT = 64
 """Attention reads a multiple of so many keys: kernels like aligned masks, and meet fewer shapes."""
 # cuDNN's attention plans each shape anew, and here shapes change with every step.
@@ -67,59 +67,6 @@ class _Running:
     def cached(self) -> int:
         """Tokens in the cache."""
         return len(self.request.prompt) + len(self.tokens) - 1
-
-
-class SlotCache:
-    """Keys and values of all layers by slot, in the calling convention of transformers' caches."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots, self.capacity = slots, 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._rows: Tensor = torch.empty(0)
-        self._positions: Tensor = torch.empty(0)
-        self._read: tuple[int, int] | None = None
-
-    def reserve(self, length: int) -> None:
-        """Make room for sequences of `length` tokens."""
-        if length <= self.capacity:
-            return
-        self.capacity = -(-length // _GROWTH) * _GROWTH
-        for layer, stored in self._layers.items():
-            grown = tuple(self._empty(states) for states in stored)
-            for new, old in zip(grown, stored, strict=True):
-                new[:, :, : old.shape[2]] = old
-            self._layers[layer] = grown[0], grown[1]
-
-    def write(self, rows: Tensor, positions: Tensor, read: tuple[int, int] | None = None) -> None:
-        """The next forward writes its tokens' states to `positions` of slots `rows`; its attention gets the
-        first `read` = (slots, tokens), or only what the forward itself brings.
-        """
-        self._rows, self._positions, self._read = rows, positions, read
-
-    def move(self, sources: list[int], holes: list[int], length: int) -> None:
-        """Copy the first `length` tokens of slots `sources` to the slots `holes`."""
-        for stored in self._layers.values():
-            for states in stored:
-                states[holes, :, :length] = states[sources, :, :length]
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
-        """Store [1, Hkv, T, D] or [n, Hkv, 1, D], T or n tokens in all; what attention reads.
-
-        transformers' attention layers call it.
-        """
-        if layer not in self._layers:
-            self._layers[layer] = self._empty(keys), self._empty(values)
-        for stored, new in zip(self._layers[layer], (keys, values), strict=True):
-            stored[self._rows, :, self._positions] = new.transpose(1, 2).flatten(0, 1)
-        if self._read is None:
-            return keys, values
-        rows, tokens = self._read
-        stored = self._layers[layer]
-        return stored[0][:rows, :, :tokens], stored[1][:rows, :, :tokens]
-
-    def _empty(self, like: Tensor) -> Tensor:
-        # Zeros, not whatever memory holds: a masked NaN times zero would still be NaN.
-        return like.new_zeros(self.slots, like.shape[1], self.capacity, like.shape[3])
 
 
 class DecodingBatch:
@@ -223,7 +170,7 @@ class DecodingBatch:
             input_ids=self._last[:n, None],
             position_ids=lengths[:, None],
             past_key_values=self._cache,
-            slots=Slots(lengths + 1, width),
+            slots=Slots(lengths[:, None], width),
             logits_to_keep=1,
         ).logits[:, -1]
         chosen = choose(logits, self.sampling, None if draws is None else draws[:, ahead])

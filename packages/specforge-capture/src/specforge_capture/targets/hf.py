@@ -11,6 +11,7 @@ logits.
 Notation: T packed tokens, B documents, K captured layers, H hidden size, V vocabulary, n new tokens.
 """
 
+import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specforge_capture.memory import naming_budgets
-from specforge_capture.targets.attention import Documents
+from specforge_capture.targets.attention import Documents, Slots
 from specforge_capture.targets.base import ALL, Extension, PromptRow, feature_batch, token_range
+from specforge_capture.targets.cache import SlotCache
 from specforge_capture.targets.loading import decoder_layers, load_model, random_model
+from specforge_capture.targets.sequence import DecodedSequence, SequenceSteps, cuda_graph
 from specforge_config.features import CaptureSpec, FeatureBatch
 
 _CAPTURE_BUDGETS = "lower training.batch_size or data.max_length"
@@ -62,6 +65,8 @@ class HFTarget:
         self._decoder = self.model.get_decoder()
         self._head = self.model.get_output_embeddings()
         self._layers = _captured_layers(self.model, spec)
+        self._idle: list[SequenceSteps] = []
+        self._record = cuda_graph if self.device.type == "cuda" else None
         self._check_head()
 
     @torch.no_grad()
@@ -98,27 +103,36 @@ class HFTarget:
         """Decode on this rank, which needs no other."""
         yield True
 
-    def start(self) -> DynamicCache:
-        """An empty key-value cache. It keeps every key, also of sliding layers, so that it can be cropped."""
-        return DynamicCache()
+    def start(self) -> DecodedSequence:
+        """An empty sequence. It keeps every key, also of sliding layers, so that it can be cropped."""
+        steps = self._idle.pop() if self._idle else SequenceSteps(self._decode, self.device, self._record)
+        sequence = DecodedSequence(steps)
+        weakref.finalize(sequence, self._idle.append, steps)
+        return sequence
 
     @torch.no_grad()
-    def extend(self, ids: Tensor, cache: DynamicCache) -> Extension:
-        """Append `ids` [n] int64 to the sequence in `cache`."""
-        first = cache.get_seq_length()
-        positions = torch.arange(first, first + len(ids))
-        hidden, last = self._forward(ids, positions, past_key_values=cache, use_cache=True)
-        return Extension(logits=self._head(last), hidden=hidden)
+    def extend(self, ids: Tensor, cache: DecodedSequence) -> Extension:
+        """Append `ids` [n] int64 to the sequence."""
+        logits, hidden = cache.steps.run(ids, cache.length)
+        cache.length += len(ids)
+        return Extension(logits, hidden)
 
-    def crop(self, cache: DynamicCache, length: int) -> None:
-        """Forget all but the first `length` tokens of the sequence in `cache`."""
-        cache.crop(length)
+    def crop(self, cache: DecodedSequence, length: int) -> None:
+        """Forget all but the first `length` tokens of the sequence."""
+        cache.length = min(cache.length, length)
 
     def close(self) -> None:
         """Free the model's memory."""
+        self._idle.clear()
         del self.model, self._decoder, self._head, self._layers
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _decode(
+        self, ids: Tensor, positions: Tensor, cache: SlotCache, slots: Slots | None
+    ) -> tuple[Tensor, Tensor]:
+        hidden, last = self._forward(ids, positions, past_key_values=cache, use_cache=True, slots=slots)
+        return self._head(last), hidden
 
     def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """States of one sequence: [n, K * H] of the wanted layers, and [n, H] after the final norm."""

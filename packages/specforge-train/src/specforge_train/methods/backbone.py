@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specforge_kernels.anchored_attention.api import AnchoredLayout, anchored_attention
+from specforge_kernels.anchored_attention.reference import attend_reference
 from specforge_kernels.draft_layer.api import (
     AttentionWeights,
     OutputWeights,
@@ -93,14 +94,22 @@ class Layer(nn.Module):
         return keys_values(context, self._weights(), rotary, self.eps)
 
     def update(
-        self, x: Tensor, k_context: Tensor, v_context: Tensor, rotary: Rotary, layout: AnchoredLayout
+        self,
+        x: Tensor,
+        k_context: Tensor,
+        v_context: Tensor,
+        rotary: Rotary,
+        intervals: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """The layer with the context's keys and values at hand."""
+        """The layer with the context's keys and values at hand, of which slots see the `intervals` (context
+        and own, [2, M] each, on the device): nothing here depends on what the host knows.
+        """
         weights = self._weights()
         normed = rms_norm(x, weights.norm, self.eps, backend=self.backend)
         q = queries(normed, weights, rotary, self.eps)
         k, v = keys_values(normed, weights, rotary, self.eps)
-        return self._finish(x, anchored_attention(q, k_context, v_context, k, v, layout))
+        attended = attend_reference(q, k_context, v_context, k, v, *intervals, q.shape[-1] ** -0.5)
+        return self._finish(x, attended)
 
     def _weights(self) -> AttentionWeights:
         attention = self.self_attn

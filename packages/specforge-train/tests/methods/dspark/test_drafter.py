@@ -1,8 +1,13 @@
+import copy
+from itertools import pairwise
+
 import pytest
 import torch
 from tiny_drafts import frozen_target, make_batch, make_shape
 
+from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.dspark import DSpark
+from specforge_train.verification import Proposal, rule_for
 
 METHOD = DSpark()
 
@@ -44,6 +49,43 @@ def test_incremental_proposals_equal_the_training_forward(draft) -> None:
         expected = model.confidence_head(states, embedding[0]).sigmoid()
         torch.testing.assert_close(confidence, expected.float())
     assert drafter.context_length == 20
+
+
+def test_the_context_outgrows_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = frozen_target()
+    model = METHOD.build(make_shape())
+    model.init_weights(0)
+    hidden = make_batch([[0] * 60]).hidden
+
+    def proposals() -> list[Proposal]:
+        drafter, places = METHOD.drafter(model.double(), frozen), (1, 5, 11, 12, 40, 60)
+        return [drafter.propose(hidden[a:b], b, 3) for a, b in pairwise((0, *places))]
+
+    expected = proposals()
+    monkeypatch.setattr("specforge_train.methods.dspark.drafter._LEAST_CAPACITY", 8)
+    for found, wanted in zip(proposals(), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_gpu_proposes_by_recorded_steps_what_a_cpu_does(temperature: float) -> None:
+    frozen = frozen_target()
+    model = METHOD.build(make_shape())
+    model.init_weights(0)
+    hidden = make_batch([[0] * 60]).hidden
+    weights = FrozenTarget(frozen.embedding.float(), frozen.head.float())
+    on_cpu = METHOD.drafter(copy.deepcopy(model), weights)
+    on_gpu = METHOD.drafter(model.cuda(), FrozenTarget(weights.embedding.cuda(), weights.head.cuda()))
+    rules = [rule_for(temperature, 0, torch.tensor([1])) for _ in range(2)]
+    done = 0
+    for anchor in (20, 21, 26, 27, 40, 41):
+        part = hidden[done:anchor].float()
+        want = on_cpu.propose(part, anchor, 3, rules[0])
+        have = on_gpu.propose(part.cuda(), anchor, 3, rules[1])
+        for a, b in zip(have, want, strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-3)
+        done = anchor
 
 
 def test_begin_forgets_the_context() -> None:

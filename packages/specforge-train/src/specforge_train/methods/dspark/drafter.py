@@ -1,19 +1,27 @@
 """DSpark at inference: one backbone pass a block, its slots chained through the Markov head.
 
-Keys and values of the context are kept a layer; only the states of newly accepted tokens are projected.
+Keys and values of the context are kept a layer, in buffers of fixed places; only the states of newly accepted
+tokens are projected. A proposal is one function of tensors of fixed shapes: on a GPU it is recorded as a CUDA
+graph and replayed, for its kernels are smaller than their launches.
+
+Notation: G slots of the block, C capacity in tokens, K captured layers, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specforge_kernels.anchored_attention.api import build_layout
 from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.backbone import Layer
 from specforge_train.methods.dspark.model import DSparkModel
-from specforge_train.verification import Proposal
+from specforge_train.verification import GREEDY, Choice, Proposal, Verification
+
+_LEAST_CAPACITY = 512
+
+_Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class DSparkDrafter:
@@ -22,28 +30,19 @@ class DSparkDrafter:
     def __init__(self, model: DSparkModel, frozen: FrozenTarget) -> None:
         self.model, self.frozen = model, frozen
         self.block_size = model.shape.config.block_size
-        self.begin()
+        self.context_length = 0
+        """Tokens whose states are cached."""
+        self._device = model.fc.weight.device
+        self._cache: list[tuple[Tensor, Tensor]] = []
+        self._steps: dict[Choice, _Step] = {}
 
     def begin(self) -> None:
         """Forget the context."""
-        shape, weight = self.model.shape, self.model.fc.weight
-        empty = weight.new_zeros(1, shape.num_kv_heads, shape.head_dim)
-        # A layout counts the anchor's own row, which no slot sees: each cache ends with a blank row for it.
-        self._blank = empty
-        self._cache = [(empty, empty) for _ in self.model.layers]
-
-    @property
-    def context_length(self) -> int:
-        """Tokens whose states are cached."""
-        return self._cache[0][0].shape[0] - 1
+        self.context_length = 0
 
     @torch.no_grad()
     def propose(
-        self,
-        new_hidden: Tensor,
-        position: int,
-        anchor: int,
-        choose: Callable[[Tensor], Tensor] = torch.argmax,
+        self, new_hidden: Tensor, position: int, anchor: int, rule: Verification = GREEDY
     ) -> Proposal:
         """Draft the tokens after the anchor.
 
@@ -52,7 +51,7 @@ class DSparkDrafter:
                 before the anchor.
             position: of the anchor in the sequence.
             anchor: its token, whose own state does not exist yet.
-            choose: a token [] from logits [V]; slot k's logits depend on the token chosen before it.
+            rule: chooses tokens; slot k's logits depend on the token chosen before it.
 
         Returns:
             G tokens; their confidence is 1 without a confidence head.
@@ -60,57 +59,97 @@ class DSparkDrafter:
         Raises:
             ValueError: if the states do not end right before the anchor.
         """
-        if self.context_length + new_hidden.shape[0] != position:
+        start, count = self.context_length, len(new_hidden)
+        if start + count != position:
             raise ValueError(
-                f"the anchor is at {position}, but the context has {self.context_length} tokens "
-                f"and {new_hidden.shape[0]} new states"
+                f"the anchor is at {position}, but the context has {start} tokens and {count} new states"
             )
-        states = self._states(new_hidden, position, anchor)
-        return self._chain(states, anchor, choose)
+        fixed = self.block_size + 1
+        self._reserve(position + fixed)
+        new_hidden = new_hidden.to(self._device)
+        if count > fixed:  # a prompt
+            self._absorb(new_hidden, torch.arange(start, position, device=self._device))
+            start, new_hidden = position, new_hidden[:0]
+        # Rows that only fill up are written behind the anchor, where no slot looks, and written over later.
+        hidden = F.pad(new_hidden, (0, 0, 0, fixed - len(new_hidden)))
+        places = torch.tensor([start, position, anchor]).to(self._device, non_blocking=True)
+        inputs = hidden, places, rule.draws(self.block_size, self._device)
+        outputs = self._step(rule.choice, inputs)(*inputs)
+        self.context_length = position
+        return Proposal(*(output.clone() for output in outputs))  # the next call writes over its own
 
-    def _states(self, new_hidden: Tensor, position: int, anchor: int) -> Tensor:
-        model, block, device = self.model, self.block_size, self.model.fc.weight.device
-        start = position - new_hidden.shape[0]
-        context = model.project(new_hidden.to(device))
-        rotary_new = model.rotary(torch.arange(start, position, device=device))
-        rotary = model.rotary(torch.arange(position, position + block, device=device))
-        layout = build_layout(
-            torch.tensor([0, position + 1]),
-            torch.tensor([position]),
-            block,
-            window=model.shape.config.sliding_window,
-            device=device,
-            backend="sdpa",
-        )
-        ids = torch.full((block,), model.shape.mask_token_id, device=device)
+    def _step(self, choice: Choice, inputs: tuple[Tensor, Tensor, Tensor]) -> _Step:
+        """What proposes: recorded once for each way of choosing tokens."""
+        if choice not in self._steps:
+
+            def step(hidden: Tensor, places: Tensor, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                start, position, anchor = places
+                self._absorb(hidden, start + torch.arange(len(hidden), device=self._device))
+                return self._chain(self._states(position, anchor), anchor, choice, draws)
+
+            on_gpu = self._device.type == "cuda"
+            recorded = torch.cuda.make_graphed_callables(step, inputs) if on_gpu else step
+            self._steps[choice] = cast(_Step, recorded)
+        return self._steps[choice]
+
+    def _reserve(self, length: int) -> None:
+        """Make room for the context's first `length` tokens."""
+        shape, capacity = self.model.shape, self._cache[0][0].shape[0] if self._cache else 0
+        if length <= capacity:
+            return
+        self._steps.clear()  # they hold the buffers' old places
+        grown = max(_LEAST_CAPACITY, 2 * capacity, length)
+        empty = self.model.fc.weight.new_zeros(grown, shape.num_kv_heads, shape.head_dim)
+        old, self._cache = self._cache, [(empty.clone(), empty.clone()) for _ in self.model.layers]
+        for (keys, values), (new_keys, new_values) in zip(old, self._cache, strict=False):
+            new_keys[:capacity], new_values[:capacity] = keys, values
+
+    def _absorb(self, hidden: Tensor, positions: Tensor) -> None:
+        """Put keys and values of states [n, K·H] at their positions [n]."""
+        context, rotary = self.model.project(hidden), self.model.rotary(positions)
+        for layer, (keys, values) in zip(self._layers(), self._cache, strict=True):
+            new_keys, new_values = layer.keys_values(context, rotary)
+            keys.index_copy_(0, positions, new_keys)
+            values.index_copy_(0, positions, new_values)
+
+    def _states(self, position: Tensor, anchor: Tensor) -> Tensor:
+        """The backbone's states [G, H] of the block behind an anchor; all places are tensors []."""
+        model, window = self.model, self.model.shape.config.sliding_window
+        slots = torch.arange(self.block_size, device=self._device)
+        end = position.expand(self.block_size)
+        first, last = torch.zeros_like(slots), torch.full_like(slots, self.block_size)
+        context = torch.stack([first, end])
+        if window is not None:  # the rule of specforge_kernels.anchored_attention.blocks
+            context, last = torch.stack([(end + slots - (window - 1)).clamp(min=0), end]), slots + 1
+        intervals, rotary = (context, torch.stack([first, last])), model.rotary(position + slots)
+        ids = torch.full_like(slots, model.shape.mask_token_id)
         ids[0] = anchor
         x = model.embed(ids, self.frozen.embedding)
-        for index, layer in enumerate(model.layers):
-            assert isinstance(layer, Layer)
-            new = layer.keys_values(context, rotary_new)
-            cached = self._cache[index]
-            keys, values = (
-                torch.cat([old[:-1], add, self._blank]) for old, add in zip(cached, new, strict=True)
-            )
-            self._cache[index] = (keys, values)
-            x = layer.update(x, keys, values, rotary, layout)
+        for layer, cached in zip(self._layers(), self._cache, strict=True):
+            x = layer.update(x, *cached, rotary, intervals)
         return model.finish(x)
 
-    def _chain(self, states: Tensor, anchor: int, choose: Callable[[Tensor], Tensor]) -> Proposal:
+    def _chain(
+        self, states: Tensor, anchor: Tensor, choice: Choice, draws: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [G], confidence [G] and logits [G, V], in the fields' order of `Proposal`."""
         head, confidence_head = self.model.markov_head, self.model.confidence_head
         dtype = self.frozen.head.dtype
         logits = states.to(dtype) @ self.frozen.head.T
-        previous = torch.tensor(anchor, device=states.device)
-        state = states.new_zeros(head.rank)
+        previous, state = anchor, states.new_zeros(head.rank)
         tokens, embeddings = [], []
         for k in range(self.block_size):
             embedding = head.markov_w1(previous)
             features, state = head.step(embedding, states[k], state)
             logits[k] += F.linear(features, head.markov_w2.weight).to(dtype)
-            previous = choose(logits[k])
+            previous = choice(logits[k], draws[k])
             tokens.append(previous)
             embeddings.append(embedding)
         if confidence_head is None:
-            return Proposal(torch.stack(tokens), torch.ones(self.block_size, device=states.device), logits)
-        confidence = confidence_head(states, torch.stack(embeddings)).sigmoid()
-        return Proposal(torch.stack(tokens), confidence.float(), logits)
+            confidence = torch.ones(self.block_size, device=states.device)
+        else:
+            confidence = confidence_head(states, torch.stack(embeddings)).sigmoid().float()
+        return torch.stack(tokens), confidence, logits
+
+    def _layers(self) -> list[Layer]:
+        return [layer for layer in self.model.layers if isinstance(layer, Layer)]
