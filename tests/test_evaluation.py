@@ -102,7 +102,8 @@ def test_ctrl_c_keeps_what_was_decoded(source: Source, measured: dict) -> None:
     decoded, planned = found["conversations"]["decoded"], found["conversations"]["planned"]
     assert 0 < decoded < planned == measured["conversations"]["decoded"]
     first = measured["sets"][0]
-    assert [(row["name"], row["temperature"]) for row in found["sets"]] == [(first["name"], first["temperature"])]
+    assert len(found["sets"]) == 1
+    assert found["sets"][0].items() >= {key: first[key] for key in ("name", "temperature")}.items()
     assert found["tokens"] <= first["tokens"]
 
 

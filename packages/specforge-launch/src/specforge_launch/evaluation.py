@@ -32,7 +32,8 @@ from specforge_train.registry import get_method
 Progress = Callable[[int, int], None]
 """Called with the conversations that were decoded, over all temperatures, and those there are."""
 
-PROMPTS_A_TASK = 4
+PROMPTS_A_TASK = 1
+"""So little is lost on Ctrl-C, and the processes end together."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,17 @@ class Session:
         model = method.build(draft.shape)
         model.load_state_dict(draft.state)
         drafter = method.drafter(model.to(device, dtype).eval(), frozen)
-        return cls(resolved, target, drafter, sets)
+        session = cls(resolved, target, drafter, sets)
+        if on_gpu:
+            session.warm_up()
+        return session
+
+    def warm_up(self) -> None:
+        """Decode a little: steps are recorded and kernels compiled before anything is timed."""
+        prompt = next(prompt.input_ids for prompts in self.sets.values() for prompt in prompts)
+        tokens = 4 * (self.drafter.block_size + 1)
+        for temperature in self.resolved.config.evaluation.temperatures:
+            evaluate(self.target, self.drafter, [prompt], tokens, (), temperature=temperature)
 
     def measure(self, task: Task) -> Measured:
         """Decode a task's prompts; an open chat goes on with the target's own answers."""
