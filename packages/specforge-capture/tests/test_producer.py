@@ -1,10 +1,12 @@
 """Faults between the producer and its servers, in whole flows; and how a producer ends."""
 
 import json
+import math
 import sqlite3
 import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from feature_flow import (
     QUICK,
+    SECONDS,
     Fault,
     Flow,
     Run,
@@ -25,7 +28,7 @@ from feature_flow import (
 )
 
 from specforge_capture.ledger import Ledger
-from specforge_capture.producer import Producer, sweep
+from specforge_capture.producer import Produced, Producer, sweep
 from specforge_capture.stores.base import FeatureStore, StoreError, open_store
 from specforge_capture.targets.hf import HFTarget
 from specforge_capture.wire import FIELD, CaptureRequest, error_json
@@ -304,6 +307,53 @@ def test_a_stop_inside_a_window_trains_whole_windows_and_settles_the_rest(
     assert resumed.errors == []
     assert resumed.trained() == ALL[8:]
     assert resumed.told[0].startswith("2 samples had been captured, settled and freed without being trained")
+
+
+@contextmanager
+def stuck(flow: Flow, drain_seconds: float) -> Generator[tuple[Producer, Future[Produced], Ledger]]:
+    """A producer whose server hangs, and the ledger of a trainer that takes no step."""
+    released, asked = threading.Event(), threading.Event()
+
+    def fault(request: CaptureRequest, status: int, body: bytes) -> None:
+        asked.set()
+        released.wait(SECONDS)
+
+    config = QUICK.model_copy(update={"drain_seconds": drain_seconds})
+    parts = flow.prompts, flow.plan, flow.spec
+    with (
+        http_server(forwarding(flow.servers[0], fault)) as url,
+        closing(Ledger(flow.folder, flow.plan, flow.spec, "trainer")) as trainer,
+        closing(Ledger(flow.folder, flow.plan, flow.spec, "producer")) as ledger,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        trainer.open_session(0, flow.plan.total_steps)
+        producer = Producer(config, [url], flow.store, ledger, *parts, lambda _: None)
+        running = thread.submit(producer.run)
+        try:
+            wait_until(asked.is_set)
+            yield producer, running, trainer
+        finally:
+            producer.stop()
+            producer.stop()
+            released.set()
+
+
+def test_a_stop_takes_its_seconds_once(flow: Flow) -> None:
+    """Requests, the trainer and the threads each take all the time that they are given."""
+    with stuck(flow, 5) as (producer, running, _):
+        began = time.monotonic()
+        producer.stop()
+        assert running.result(SECONDS).stopped
+        assert 4 < time.monotonic() - began < 11
+
+
+def test_stop_requests_end_the_wait_for_requests_that_nobody_needs(flow: Flow) -> None:
+    with stuck(flow, 600) as (producer, running, trainer):
+        trainer.close_session()
+        wait_until(lambda: producer.leave_at < math.inf)
+        producer.stop()
+        producer.stop()
+        assert running.result(SECONDS).stopped
 
 
 def test_a_second_stop_request_ends_it_soon(flow: Flow, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import pytest
@@ -21,7 +21,12 @@ def pool_of(flow: Flow, *urls: str, config: ProducerConfig = QUICK) -> Generator
     try:
         yield pool
     finally:
-        pool.close(30)
+        pool.close(deadline_in(30))
+
+
+def deadline_in(seconds: float) -> Callable[[], float]:
+    deadline = time.monotonic() + seconds
+    return lambda: deadline
 
 
 def question(flow: Flow, position: int) -> Question:
@@ -88,7 +93,7 @@ def test_closing_waits_no_longer_than_it_is_told(flow: Flow) -> None:
             pool.ask(question(flow, 0))
             time.sleep(0.01)
         began = time.monotonic()
-        pool.close(0.2)
+        pool.close(deadline_in(0.2))
         assert time.monotonic() - began < 20
         released.set()
 

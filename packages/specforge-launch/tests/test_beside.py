@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,15 @@ def beside(load: Load, told: list[str], tmp_path: Path) -> Iterator[Callable[...
         yield make
         for each in made:
             each.stop()
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Path:
+    """A program that only waits."""
+    path = tmp_path / "sleeper"
+    path.write_text("#!/bin/sh\necho loading\nexec sleep 300\n")
+    path.chmod(0o755)
+    return path
 
 
 def listens(port: int) -> bool:
@@ -117,10 +127,22 @@ def test_a_server_that_cannot_start_is_told_in_its_own_words(beside: Callable[..
     assert caught.value.failure.headline.startswith("server-0: draft.mask_token_id is unset")
 
 
-def test_a_server_that_never_answers_is_given_up(beside: Callable[..., Beside], tmp_path: Path) -> None:
-    sleeper = tmp_path / "sleeper"
-    sleeper.write_text("#!/bin/sh\necho loading\nexec sleep 300\n")
-    sleeper.chmod(0o755)
+def test_a_producer_may_take_its_seconds_to_end_and_then_is_ended(
+    beside: Callable[..., Beside], sleeper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    monkeypatch.setattr("specforge_launch.beside.FREE_SECONDS", 1.0)
+    running = beside("producer", overrides=("deployment.producer.drain_seconds=2",))
+    running.start(lambda: False)
+    began = time.monotonic()
+    running.finish(lambda: False)
+    assert time.monotonic() - began >= 3
+    assert not running.ended
+    running.stop()
+    assert running.ended
+
+
+def test_a_server_that_never_answers_is_given_up(beside: Callable[..., Beside], sleeper: Path) -> None:
     running = beside(
         "server",
         overrides=(

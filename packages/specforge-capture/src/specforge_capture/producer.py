@@ -9,6 +9,7 @@ When the producer ends, on whatever path, it removes the objects of its run.
 """
 
 import heapq
+import math
 import signal
 import time
 from collections import Counter
@@ -62,8 +63,9 @@ def run_producer(
 
     It waits for the trainer's rank 0 to open the ledger in `folder`, captures what the trainer needs, and
     ends once everything is trained and freed. A first signal stops capturing and ends the stream after the
-    whole windows that were captured; a second one ends it within seconds. The run's objects are freed on
-    every path; what a server stores after that is left to the next start, or to `sweep`.
+    whole windows that were captured, within `drain_seconds` in all; a second one ends it within seconds. The
+    run's objects are freed on every path, after those waits; what a server stores after that is left to the
+    next start, or to `sweep`.
 
     Args:
         config: how to ask, and how far ahead.
@@ -134,17 +136,19 @@ class Producer:
         window_bytes = largest_window(plan, prompts.lengths()) * self.row_bytes
         self.marks = config.watermarks(plan.global_batch, window_bytes)
         self.captured = self.retried = self.stops = 0
+        self.leave_at = math.inf
+        """When waiting ends, whatever for, on the clock `time.monotonic`; finite once the end has begun."""
         self._servers, self._spec = tuple(servers), spec
         self._trainer_seen = time.monotonic()
 
     def stop(self, number: int = 0, frame: FrameType | None = None) -> None:
         """Ask it to stop, from any thread or as a signal's handler; once to drain, twice to leave soon."""
         self.stops += 1
+        self._leave_within(self.config.drain_seconds if self.stops == 1 else _HASTY_SECONDS)
 
     def run(self) -> Produced:
         """Serve sessions until one is closed, or until it is stopped."""
         pool = ServerPool(self._servers, self.config, self._spec)
-        patience = self.config.drain_seconds
         try:
             while (session := self._next_session(pool)) is not None:
                 work = _Work(self, pool, session)
@@ -154,14 +158,13 @@ class Producer:
                 except SessionChanged:
                     self.tell("the trainer has started anew; what was captured for it before is freed")
                     pool.withdraw()
-            if self.stops > 1:
-                patience = min(patience, _HASTY_SECONDS)
         except BaseException as error:
             self.ledger.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
             pool.withdraw()
-            pool.close(patience)
+            self._leave_within(self.config.drain_seconds)
+            pool.close(lambda: self.leave_at)
             self._free_all()
         return Produced(self.captured, self.retried, self.stops > 0)
 
@@ -194,6 +197,9 @@ class Producer:
                 self.store.remove_prefix(f"{late.question.entry.key}/")
         return None
 
+    def _leave_within(self, seconds: float) -> None:
+        self.leave_at = min(self.leave_at, time.monotonic() + seconds)
+
     def _free_all(self) -> None:
         try:
             self.store.remove_prefix(f"{self.ledger.identity}.")
@@ -216,7 +222,7 @@ class _Work:
         self._failures: Counter[tuple[int, int]] = Counter()
         self._windows: dict[int, _Window] = {}  # those that are not committed yet
         self._freed: int | None = None  # the last step whose objects were removed
-        self._drain_until: float | None = None
+        self._withdrawn = False  # what no server works on, after a stop request
 
     def run(self) -> None:
         """Until the trainer closes the session, or a stop request is carried out.
@@ -362,19 +368,18 @@ class _Work:
         self._freed = state.acknowledged
 
     def _drained(self, state: Session, trainer_missing: bool) -> bool:
-        """Carry a stop request out: end the stream once nothing is in flight, then let the trainer finish."""
-        stops, now = self._producer.stops, time.monotonic()
+        """Carry a stop request out: end the stream once nothing is in flight, then let the trainer finish.
+        Of the seconds for both, requests in flight get one half at most."""
+        stops, left = self._producer.stops, self._producer.leave_at - time.monotonic()
         if not stops:
             return False
-        if self._drain_until is None:
-            self._drain_until = now + self._config.drain_seconds
+        if not self._withdrawn:
             self._withdraw()
-        late = now > self._drain_until
-        if state.ended is None and (not self._active or late or stops > 1):
+            self._withdrawn = True
+        if state.ended is None and (not self._active or left < self._config.drain_seconds / 2 or stops > 1):
             self._end()
-            self._drain_until = now + self._config.drain_seconds
             return False
-        return stops > 1 or trainer_missing or (state.ended is not None and late)
+        return stops > 1 or trainer_missing or (state.ended is not None and left < 0)
 
     def _withdraw(self) -> None:
         """Take back what no server works on, except what the trainer waits for."""

@@ -8,7 +8,7 @@ with the right contract.
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specforge_capture.ledger import Entry
@@ -169,12 +169,16 @@ class ServerPool:
             except queue.Empty:
                 return taken
 
-    def close(self, seconds: float) -> None:
-        """End the threads; waits so long for requests in flight, whose answers are dropped."""
+    def close(self, deadline: Callable[[], float]) -> None:
+        """End the threads; waits for requests in flight, whose answers are dropped.
+
+        Args:
+            deadline: until when, on the clock `time.monotonic`; asked again and again, as it may come nearer.
+        """
         self._stopping.set()
-        deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            while thread.is_alive() and time.monotonic() < deadline():
+                thread.join(_POLL_SECONDS)
 
     def _require_up(self) -> None:
         now = time.monotonic()

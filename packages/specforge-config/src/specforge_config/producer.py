@@ -40,8 +40,9 @@ class ProducerConfig(Config):
     trainer_seconds: PositiveFloat = 600.0
     """How long the producer waits for a trainer, at its start and after one went away."""
     drain_seconds: PositiveFloat = 60.0
-    """After a stop request: how long requests in flight may take, and then the trainer with what was
-    captured."""
+    """How long a stop may take in all, from its request or, without one, from the trainer's end: half of it
+    at most for requests in flight, the rest for the trainer with what was captured and for requests that are
+    in flight even then. Freeing what is left in the store comes after that."""
     high_samples: PositiveInt | None = None
     """Most samples held; default: four optimizer windows."""
     low_samples: PositiveInt | None = None

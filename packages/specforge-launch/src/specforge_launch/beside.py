@@ -37,7 +37,7 @@ STORE_SECONDS = 60.0
 _STOP_SECONDS = {"producer": 30.0, "server": 10.0, "store": 10.0}
 """How long a process may take to end on SIGTERM; then it is killed."""
 FREE_SECONDS = 60.0
-"""How long the producer may take to free what it holds."""
+"""How long the producer may take to free what it holds, after its `drain_seconds`."""
 _REPEAT_SECONDS = 0.5
 _TICK_SECONDS = 0.1
 _PROBE_SECONDS = 5.0
@@ -149,13 +149,13 @@ class Beside:
 
     def finish(self, stopped: Callable[[], bool]) -> None:
         """Wait until the producer has freed what it holds and ended by itself, as it does after the ranks."""
-        self._wait_for_producer(FREE_SECONDS, stopped)
+        self._wait_for_producer(stopped)
 
     def drain(self, stopped: Callable[[], bool]) -> None:
         """Ask the producer, where it runs without the ranks, to end its stream in order, and wait for it."""
         for running in self._producers():
             running.process.send_signal(signal.SIGTERM)
-            self._wait_for_producer(FREE_SECONDS + self._deployment.producer.drain_seconds, stopped)
+            self._wait_for_producer(stopped)
 
     def stop(self) -> None:
         """End all that still run, the last started first, and free what they leave: shared memory, and what a
@@ -176,8 +176,10 @@ class Beside:
         """The producer, while it runs."""
         return [r for r in self._running if r.service.role == "producer" and r.process.poll() is None]
 
-    def _wait_for_producer(self, seconds: float, stopped: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + seconds
+    def _wait_for_producer(self, stopped: Callable[[], bool]) -> None:
+        if not self._producers():
+            return
+        deadline = time.monotonic() + self._deployment.producer.drain_seconds + FREE_SECONDS
         while self._producers() and not stopped() and time.monotonic() < deadline:
             self.show()
             time.sleep(_TICK_SECONDS)
