@@ -5,6 +5,7 @@ import math
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -29,6 +30,7 @@ from feature_flow import (
 
 from specforge_capture.ledger import Ledger
 from specforge_capture.producer import Produced, Producer, sweep
+from specforge_capture.reference_server import ReferenceServer
 from specforge_capture.stores.base import FeatureStore, StoreError, open_store
 from specforge_capture.targets.hf import HFTarget
 from specforge_capture.wire import FIELD, CaptureRequest, error_json
@@ -211,6 +213,92 @@ def test_a_server_that_comes_back_is_used_again(flow: Flow, target: HFTarget) ->
     assert run.trained() == ALL
     require_states(run, target, flow.prompts, flow.plan)
     assert calls.count("GET") >= 2
+
+
+def crash(request: CaptureRequest, status: int, body: bytes) -> tuple[int, bytes]:
+    return 500, json.dumps(error_json("bad kernel")).encode()
+
+
+def drop(request: CaptureRequest, status: int, body: bytes) -> tuple[int, bytes]:
+    return 0, b""
+
+
+def garble(request: CaptureRequest, status: int, body: bytes) -> tuple[int, bytes]:
+    return 200, b"<html>\xff"
+
+
+@pytest.mark.parametrize("fault", [crash, drop, garble])
+def test_a_server_that_fails_everything_costs_no_retry_beside_a_healthy_one(
+    fault: Fault, flow: Flow, target: HFTarget, tmp_path: Path
+) -> None:
+    asked = []
+
+    def counted(request: CaptureRequest, status: int, body: bytes) -> tuple[int, bytes] | None:
+        asked.append(request.sample_id)
+        return fault(request, status, body)
+
+    config = QUICK.model_copy(update={"retries": 0})
+    with http_server(forwarding(flow.servers[0], counted)) as url:
+        run = replace(flow, servers=[url, *flow.servers], producer=config).start()
+    assert run.errors == []
+    assert run.trained() == ALL
+    require_states(run, target, flow.prompts, flow.plan)
+    assert asked, "the failing server was never asked"
+    assert run.produced is not None
+    assert run.produced.retried == len(asked)
+    assert objects(tmp_path) == []
+
+
+@contextmanager
+def reference(target: HFTarget, store: FeatureStore) -> Generator[str]:
+    with ReferenceServer(target, store, "127.0.0.1", 0) as server, ThreadPoolExecutor(1) as thread:
+        thread.submit(server.serve_forever, 0.02)
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_a_reference_server_that_cannot_write_costs_no_retry_beside_one_that_can(
+    flow: Flow, target: HFTarget, qwen3_folder: Path, tmp_path: Path
+) -> None:
+    full = FileStore(kind="files", folder=str(tmp_path / "objects"), capacity_bytes=1)
+    config = QUICK.model_copy(update={"retries": 0})
+    with (
+        closing(open_store(full, contribute=True)) as store,
+        closing(HFTarget(qwen3_folder, flow.spec)) as another,
+        reference(another, store) as failing,
+        reference(target, flow.store) as healthy,
+    ):
+        run = replace(flow, servers=[failing, healthy], producer=config).start()
+    assert run.errors == []
+    assert run.trained() == ALL
+    require_states(run, target, flow.prompts, flow.plan)
+    assert any("no room for" in line for line in run.told)
+    assert objects(tmp_path) == []
+
+
+def test_a_sample_that_every_server_fails_ends_the_run_naming_it(flow: Flow, tmp_path: Path) -> None:
+    asked: Counter[str] = Counter()
+
+    def at(name: str) -> Fault:
+        def fault(request: CaptureRequest, status: int, body: bytes) -> tuple[int, bytes] | None:
+            if ":7" not in request.sample_id or "/0-" not in request.key:
+                return None
+            asked[name] += 1
+            return crash(request, status, body)
+
+        return fault
+
+    config = QUICK.model_copy(update={"retries": 1})
+    upstream = flow.servers[0]
+    with http_server(forwarding(upstream, at("a"))) as a, http_server(forwarding(upstream, at("b"))) as b:
+        run = replace(flow, servers=[a, b], producer=config).start()
+    assert len(run.errors) >= 2
+    for error in run.errors:
+        assert "prompts.jsonl:7 (epoch 0, position" in str(error)
+        assert f"captured in {asked.total()} attempts, deployment.producer.retries is 1" in str(error)
+        assert "bad kernel" in str(error)
+    assert asked.keys() == {"a", "b"}
+    assert objects(tmp_path) == []
 
 
 def test_without_any_server_the_run_ends_saying_why(flow: Flow) -> None:

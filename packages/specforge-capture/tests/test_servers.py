@@ -2,9 +2,10 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
-from feature_flow import QUICK, Flow, forwarding, http_server
+from feature_flow import QUICK, Flow, forwarding, http_server, wait_until
 
 from specforge_capture.ledger import Entry
 from specforge_capture.refs import FeatureRef
@@ -78,6 +79,42 @@ def test_failures_are_answers_of_their_own_kind(flow: Flow) -> None:
         found = {answer.question.entry.position: answer.result for answer in answers(pool, 2)}
     assert isinstance(found[0], CaptureRefused)
     assert isinstance(found[1], ServerDown)
+
+
+def test_a_server_that_fails_one_capture_after_the_other_is_set_aside_until_later(flow: Flow) -> None:
+    broken = True
+
+    def fault(request: CaptureRequest, status: int, body: bytes) -> tuple[int, bytes] | None:
+        return (500, b"{}") if broken else None
+
+    config = QUICK.model_copy(update={"backoff_seconds": 2})
+    with http_server(forwarding(flow.servers[0], fault)) as url, pool_of(flow, url, config=config) as pool:
+        (server,) = pool.servers
+        assert server.promising
+        assert not server.up
+        for failures in (1, 2, 3):
+            pool.ask(question(flow, 0))
+            answers(pool, 1)
+            assert server.up == (failures < 3)
+        broken = False
+        pool.ask(question(flow, 0))
+        assert isinstance(answers(pool, 1)[0].result, FeatureRef)
+        broken = True
+        pool.ask(question(flow, 0))
+        answers(pool, 1)
+        assert server.up
+
+
+def test_a_sample_goes_to_a_server_that_has_not_failed_it(flow: Flow) -> None:
+    with pool_of(flow, *flow.servers, NOWHERE) as pool:
+        good = frozenset(flow.servers)
+        assert pool.others(frozenset())
+        assert pool.others(frozenset({NOWHERE}))
+        wait_until(lambda: not pool.others(good))  # once the other one was found to be away
+        pool.ask(replace(question(flow, 0), tried=good))
+        (answer,) = answers(pool, 1)
+    assert isinstance(answer.result, FeatureRef)
+    assert answer.server == flow.servers[0]
 
 
 def test_closing_waits_no_longer_than_it_is_told(flow: Flow) -> None:

@@ -263,30 +263,34 @@ class _Work:
                 self._commit(window.refs)
                 del self._windows[entry.step]
         else:
-            self._retry(answer.question, result)
+            self._retry(answer.question, answer.server, result)
 
     def _commit(self, refs: dict[tuple[int, int], FeatureRef]) -> None:
         for twice in self._ledger.commit(refs.values(), refs.keys()):
             self._store.remove(twice.keys)
 
-    def _retry(self, question: Question, error: Exception) -> None:
+    def _retry(self, question: Question, server: str, error: Exception) -> None:
+        """Have a failed sample asked for again: at once where a server is left that has not failed it, else
+        after a wait, which counts."""
         entry, row = question.entry, question.row
         name = f"sample {row.sample_id} (epoch {entry.epoch}, position {entry.position})"
         if isinstance(error, CaptureRefused):
             raise ValueError(f"{name} of {len(row.input_ids)} tokens was refused: {error}") from error
-        self._failures[entry.task] += 1
-        failures, allowed = self._failures[entry.task], self._config.retries
-        if failures > allowed:
-            raise RuntimeError(
-                f"{name} could not be captured in {failures} attempts, deployment.producer.retries is "
-                f"{allowed}; the last one: {error}"
-            ) from error
-        self._tell(f"{name}: attempt {failures} failed: {error}")
+        tried, due = question.tried | {server}, time.monotonic()
+        if not self._pool.others(tried):
+            self._failures[entry.task] += 1
+            failures, allowed = self._failures[entry.task], self._config.retries
+            if failures > allowed:
+                raise RuntimeError(
+                    f"{name} could not be captured in {entry.attempt} attempts, deployment.producer.retries "
+                    f"is {allowed}; the last one: {error}"
+                ) from error
+            tried, due = frozenset(), due + backoff(self._config.backoff_seconds, failures)
+        self._tell(f"{name}: attempt {entry.attempt} failed: {error}")
         self._producer.retried += 1
         fresh = self._ledger.retry(entry.task)
         self._store.remove_prefix(f"{entry.key}/")
-        due = time.monotonic() + backoff(self._config.backoff_seconds, failures)
-        heapq.heappush(self._again, (due, Question(fresh, row)))
+        heapq.heappush(self._again, (due, Question(fresh, row, tried)))
 
     def _ask_again(self) -> None:
         """Ask for what waited long enough, and for what the trainer lost."""

@@ -1,10 +1,15 @@
 """The capture servers of a run, each with as many threads as it has requests in flight.
 
-Threads take samples from one queue, in the plan's order, and put what came of them into another; nothing is
-decided here. A server that cannot be reached is set aside: its threads take no sample until it answers again,
-with the right contract.
+Threads take samples in the plan's order, and put what came of them into a queue; what follows from it is
+decided elsewhere. A server that cannot be reached, or that fails one capture after the other, is set aside:
+its threads take no sample for a while, and not before it answers again, with the right contract. The while
+grows until a capture succeeds.
+
+Invariant: a sample is not given again to a server that failed it while another one may capture it. A server
+that answers everything, and wrongly, so costs each sample one attempt at most.
 """
 
+import bisect
 import queue
 import threading
 import time
@@ -20,6 +25,8 @@ from specforge_config.producer import ProducerConfig
 
 LONGEST_BACKOFF_SECONDS = 30.0
 _HEALTH_SECONDS = 60.0
+_FAILURES_IN_A_ROW = 3
+"""Captures that a server fails in a row before it is set aside: one may be its sample's fault."""
 _POLL_SECONDS = 0.05
 
 
@@ -29,6 +36,8 @@ class Question:
 
     entry: Entry
     row: PromptRow
+    tried: frozenset[str] = frozenset()
+    """Addresses of servers that failed it."""
 
     def __lt__(self, other: "Question") -> bool:
         """Whether it comes first in the plan."""
@@ -40,6 +49,8 @@ class Answer:
     """What came of a sample: the ref of its features, or why there are none."""
 
     question: Question
+    server: str
+    """Address of the server that it comes from."""
     result: FeatureRef | ServerDown | CaptureFailed | CaptureRefused
 
 
@@ -59,10 +70,16 @@ class Server:
         self._client = CaptureClient(url, config.request_timeout_seconds)
         self._health = CaptureClient(url, min(config.request_timeout_seconds, _HEALTH_SECONDS))
         self._spec, self._hash = spec, spec_hash(spec)
-        self._backoff, self._failures, self._retry_at = config.backoff_seconds, 0, 0.0
+        self._backoff, self._retry_at = config.backoff_seconds, 0.0
+        self._failures = self._failed_captures = 0  # since the last capture that succeeded
         self._lock = threading.Lock()
         self.up = False
         """Whether it takes samples."""
+
+    @property
+    def promising(self) -> bool:
+        """Whether it takes samples, or nobody has looked yet whether it does."""
+        return self.up or self._retry_at == 0
 
     def usable(self) -> bool:
         """Whether it may be asked now; tries one that was set aside, if it is time and no other thread does.
@@ -84,16 +101,26 @@ class Server:
 
         Raises:
             ServerDown: if the server is gone or too slow; it is set aside.
-            CaptureFailed: if this capture failed, or is not what was asked for.
+            CaptureFailed: if this capture failed, or is not what was asked for; with several in a row the
+                server is set aside.
             CaptureRefused: if the server will never capture it.
         """
-        entry, row = question.entry, question.row
         try:
-            ref = self._client.capture(entry.key, row.sample_id, row.input_ids.tolist(), self._hash)
-        except ServerDown as error:
+            ref = self._capture(question)
+        except (ServerDown, CaptureFailed) as error:
             with self._lock:
-                self._set_aside(error)
+                self._failed_captures += 1
+                lasting = isinstance(error, ServerDown) or self._failed_captures >= _FAILURES_IN_A_ROW
+                if self.up and lasting:  # else another request of the same time has set it aside
+                    self._set_aside(error)
             raise
+        with self._lock:
+            self._failures = self._failed_captures = 0
+        return ref
+
+    def _capture(self, question: Question) -> FeatureRef:
+        entry, row = question.entry, question.row
+        ref = self._client.capture(entry.key, row.sample_id, row.input_ids.tolist(), self._hash)
         required = feature_width(self._spec), self._spec.dtype
         if (ref.width, ref.dtype) != required:
             raise CaptureFailed(
@@ -112,7 +139,7 @@ class Server:
             description.require(self._spec)
         except ValueError as error:
             raise ValueError(f"{self.url}: {error}") from None
-        self.up, self._failures = True, 0
+        self.up = True
 
     def _set_aside(self, error: Exception) -> None:
         self.up, self.why = False, str(error)
@@ -129,7 +156,8 @@ class ServerPool:
         self.servers = [Server(url, config, spec) for url in urls]
         self._outage_seconds = config.outage_seconds
         self._up_at = time.monotonic()
-        self._asked: queue.PriorityQueue[Question] = queue.PriorityQueue()
+        self._asked: list[Question] = []  # in the plan's order
+        self._lock = threading.Lock()  # of the list
         self._answers: queue.Queue[Answer | ValueError] = queue.Queue()
         self._stopping = threading.Event()
         self._threads = [
@@ -142,7 +170,12 @@ class ServerPool:
 
     def ask(self, question: Question) -> None:
         """Have a sample captured; its answer comes by `answer`."""
-        self._asked.put(question)
+        with self._lock:
+            bisect.insort(self._asked, question)
+
+    def others(self, tried: frozenset[str]) -> bool:
+        """Whether a server may be asked that is not among `tried`."""
+        return any(server.promising and server.url not in tried for server in self.servers)
 
     def answer(self, seconds: float) -> Answer | None:
         """The next answer; None if there is none within `seconds`.
@@ -162,12 +195,9 @@ class ServerPool:
 
     def withdraw(self) -> list[Question]:
         """Take back what no thread works on yet."""
-        taken = []
-        while True:
-            try:
-                taken.append(self._asked.get_nowait())
-            except queue.Empty:
-                return taken
+        with self._lock:
+            taken, self._asked = self._asked, []
+        return taken
 
     def close(self, deadline: Callable[[], float]) -> None:
         """End the threads; waits for requests in flight, whose answers are dropped.
@@ -188,6 +218,14 @@ class ServerPool:
             rows = "".join(f"\n  {server.url}: {server.why}" for server in self.servers)
             raise ServerDown(f"no capture server can be used for {now - self._up_at:.0f} s:{rows}")
 
+    def _next(self, server: Server) -> Question | None:
+        """The first sample that a server may capture."""
+        with self._lock:
+            for place, question in enumerate(self._asked):
+                if server.url not in question.tried or not self.others(question.tried):
+                    return self._asked.pop(place)
+        return None
+
     def _work(self, server: Server) -> None:
         while not self._stopping.is_set():
             try:
@@ -195,14 +233,11 @@ class ServerPool:
             except ValueError as error:  # for the thread that reads answers
                 self._answers.put(error)
                 return
-            if not usable:
+            if not usable or (question := self._next(server)) is None:
                 self._stopping.wait(_POLL_SECONDS)
                 continue
             try:
-                question = self._asked.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                continue
-            try:
-                self._answers.put(Answer(question, server.capture(question)))
+                result = server.capture(question)
             except (ServerDown, CaptureFailed, CaptureRefused) as error:
-                self._answers.put(Answer(question, error))
+                result = error
+            self._answers.put(Answer(question, server.url, result))

@@ -30,7 +30,8 @@ class ProducerConfig(Config):
     in_flight: PositiveInt = 4
     """Requests that each server works on at a time."""
     retries: NonNegativeInt = 4
-    """How often one sample is asked for again, whatever failed; then the run ends, naming it."""
+    """How often one sample is asked for again after every server that can be used has failed it, whatever
+    failed; then the run ends, naming it."""
     backoff_seconds: PositiveFloat = 0.5
     """Wait before a sample or a server is tried again; it doubles with each failure, up to half a minute."""
     request_timeout_seconds: PositiveFloat = 600.0
