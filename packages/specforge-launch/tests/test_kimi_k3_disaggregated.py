@@ -65,6 +65,20 @@ def test_the_run_is_sized_as_its_documentation_says(overrides: Callable[[int], l
     assert (config.schedule.kind, config.prompt_seed, config.seed) == ("constant", 1, 42)
 
 
+@pytest.mark.parametrize(("name", "rows"), [(RECIPES[0], 462), (RECIPES[1], 4)])
+def test_a_stop_has_time_for_what_is_in_flight_and_then_for_a_window(
+    name: str, rows: int, overrides: Callable[[int], list[str]]
+) -> None:
+    """At the rates of docs/benchmarks.md, of two CPU cores, and at 10 Gbit/s."""
+    config, plan = planned(name, overrides(rows))
+    producer, capture = config.disaggregated.production, plan.capture
+    assert capture is not None
+    requests = producer.in_flight * capture.sample_bytes / (0.21 * GIB)
+    window = max(capture.window_bytes / plan.world_size / (0.34 * GIB), capture.window_bytes * 8 / 1e10)
+    assert max(requests, window) * 1.5 <= producer.drain_seconds / 2
+    assert producer.drain_seconds <= producer.request_timeout_seconds
+
+
 def test_the_server_is_started_for_one_sample_at_a_time(overrides: Callable[[int], list[str]]) -> None:
     _, plan = planned(RECIPES[0], overrides(462))
     assert plan.capture is not None
