@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,22 @@ def test_a_process_is_ready_once_it_answers_and_gone_after_the_stop(
     running.stop()
     assert running.ended
     assert not listens(port)
+
+
+def test_a_start_removes_what_killed_launchers_left_of_temporary_files(
+    beside: Callable[..., Beside], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "specforge-left"
+    left.mkdir()
+    (left / ".holder").touch()
+    (port,) = free_ports(1)
+    running = beside("store", overrides=(f"deployment.store.master=127.0.0.1:{port}",))
+    running.start(lambda: False)
+    assert not left.exists()
+    assert len(list(tmp_path.glob("specforge-*"))) == 1
+    running.stop()
+    assert list(tmp_path.glob("specforge-*")) == []
 
 
 def test_a_killed_process_is_named(beside: Callable[..., Beside]) -> None:

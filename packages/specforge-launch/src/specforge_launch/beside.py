@@ -6,12 +6,10 @@ Invariant: each is a process group that ends with the launcher (`lifeline`), and
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +27,7 @@ from specforge_launch import lifeline
 from specforge_launch.failure import Failure, how_ended
 from specforge_launch.plan import RunPlan
 from specforge_launch.run_folder import Follower, RunFolder
+from specforge_launch.scratch import Scratch, sweep
 from specforge_launch.services import Service, master_of, server_address
 
 Message = Callable[[str], None]
@@ -60,8 +59,8 @@ class _Running:
     log: Follower
     address: str
     """`host:port` at which this machine reaches it."""
-    temporary: Path
-    """Its folder for temporary files: SGLang leaves its sockets there."""
+    scratch: Scratch
+    """Its folder for temporary files."""
     shared_memory: set[Path] = field(default_factory=set)
     """What it has been seen to map."""
 
@@ -71,7 +70,7 @@ class _Running:
     def clear(self) -> None:
         """Remove what it left, once it has ended."""
         remove_unmapped(self.shared_memory)
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.scratch.remove()
 
 
 class Beside:
@@ -106,12 +105,14 @@ class Beside:
         return self._config.disaggregated  # only those have processes beside ranks
 
     def start(self, stopped: Callable[[], bool]) -> None:
-        """Start all, each once the one before it answers; returns early once `stopped` says so.
+        """Start all, each once the one before it answers; returns early once `stopped` says so. What killed
+        launchers left of temporary files is removed before.
 
         Raises:
             ServiceFailed: if one ends, or does not answer in time.
             ValueError: if the port of the store's master is in use.
         """
+        sweep()
         for service in self._services:
             if stopped():
                 return
@@ -191,13 +192,13 @@ class Beside:
         variables = {"OMP_NUM_THREADS": str(self._plan.threads_per_rank)}
         if service.gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(_visible, service.gpus))
-        temporary = Path(tempfile.mkdtemp(prefix="specforge-"))
+        scratch = Scratch()
         path = self._folder.log(service.name)
         with open(path, "wb") as log:
             lines = Follower(path)
-            variables["TMPDIR"] = str(temporary)
-            process = lifeline.start([*role, *arguments], log, variables, self._lock)
-        return _Running(service, process, lines, address, temporary), answers
+            variables["TMPDIR"] = str(scratch.path)
+            process = lifeline.start([*role, *arguments], log, variables, self._lock, scratch.lock)
+        return _Running(service, process, lines, address, scratch), answers
 
     def _facts(self, service: Service) -> tuple[list[str], str, Callable[[], bool]]:
         """Arguments of a role, the address at which it is reached, and what tells whether it answers."""

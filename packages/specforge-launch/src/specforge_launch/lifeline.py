@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
 
 
 def start(
-    command: Sequence[str], log: IO[bytes], variables: Mapping[str, str], lock: int
+    command: Sequence[str], log: IO[bytes], variables: Mapping[str, str], *locks: int
 ) -> subprocess.Popen[bytes]:
     """Start a module of ours that calls `die_with_parent`, as a process group of its own: a terminal's Ctrl-C
     reaches the launcher alone.
@@ -38,7 +38,7 @@ def start(
         command: interpreter, module and arguments.
         log: takes what it prints.
         variables: set in its environment.
-        lock: descriptor of the folder's lock, which it holds with its parent.
+        locks: descriptors of locks, such as that of the run's folder, which it holds with its parent.
     """
     return subprocess.Popen(
         command,
@@ -49,7 +49,7 @@ def start(
         # connection; from warnings on is what a user wants to see, who has not asked for more.
         env={"GLOG_minloglevel": "1", **environment(), **variables, "PYTHONSAFEPATH": "1"},
         start_new_session=True,
-        pass_fds=(lock,),
+        pass_fds=locks,
     )
 
 
