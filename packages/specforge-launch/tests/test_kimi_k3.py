@@ -73,5 +73,10 @@ def test_it_prints(
         cli.main()
     assert not stop.value.code
     shown = capsys.readouterr().out
-    for text in ("32 rank(s) on 4 node(s)", "0-7 | 8-15 | 16-23 | 24-31", "4 replica(s) x 8 shard(s)"):
+    for text in (
+        "32 ranks on 4 nodes",
+        "0-7 | 8-15 | 16-23 | 24-31",
+        "4 replicas x 8 shards",
+        "--node-rank 3",
+    ):
         assert text in shown

@@ -107,3 +107,22 @@ def test_a_target_that_does_not_fit_the_trainer_cannot_be_measured_there(load: L
     require_room_to_measure(load("evaluation.prompts=[]"), target, predicted(config, capacity=1))
     with pytest.raises(ValueError, match=r"evaluation\.prompts is set.*specforge-launch evaluate"):
         require_room_to_measure(config, target, predicted(config, capacity=1000))
+
+
+def test_a_peak_that_does_not_fit_names_the_settings_of_its_largest_parts() -> None:
+    parts = {"target weights": 50, "draft activations": 20, "draft and teacher logits": 10}
+    assert MemoryPlan(parts, None).fits is None
+    assert MemoryPlan(parts, 80).fits is True
+    weights = MemoryPlan(parts, 79)
+    assert (weights.fits, weights.to_lower, weights.to_raise) == (False, (), ("engine.tp_size",))
+    more = MemoryPlan(parts, 20)
+    assert more.too_large == ("target weights", "draft activations")
+    assert more.to_lower == ("data.max_length", "training.batch_size", "draft.num_anchors")
+
+
+def test_every_part_that_grows_with_a_setting_names_one(load: Load) -> None:
+    """Of all that a plan may count; the head alone is given by the target."""
+    config = load("deployment.trainer.nproc_per_node=2", "target.backend=sglang", "engine.tp_size=2")
+    parts = predict(config, read_target_shape(config.target.path), on_gpu=True, capacity=None).parts
+    named = {name for name in parts if (alone := MemoryPlan({name: 2}, 1)).to_lower or alone.to_raise}
+    assert parts.keys() - named == {"frozen embedding and head"}

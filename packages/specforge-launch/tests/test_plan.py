@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from specforge_config.run import RunConfig
+from specforge_launch.machine import main_memory
 from specforge_launch.plan import agent_arguments, count_rows, make_plan
 
 Load = Callable[..., RunConfig]
@@ -22,10 +23,23 @@ def test_the_json_of_a_plan_holds_what_a_launch_decides(load: Load) -> None:
     assert plan["engine_args"]["dtype"] == "bfloat16"
     assert plan["engine_args"]["max_batch_tokens"] == 2 * 32
     assert plan["memory"]["total"] == sum(plan["memory"]["parts"].values())
+    assert plan["memory"]["fits"] is True
+    assert plan["memory"]["to_lower"] == plan["memory"]["to_raise"] == []
+    assert plan["nodes"] == [{"host": "this node", "commands": ["specforge-launch run RECIPE"]}]
     assert plan["rows"] == 40
     assert plan["steps_per_epoch"] == 10
     assert plan["total_steps"] == 20
     assert plan["outputs"]["summary"].endswith("out/summary.json")
+
+
+def test_the_json_of_a_disaggregated_plan_holds_a_servers_memory(load: Load) -> None:
+    managed = ("deployment.mode=disaggregated", "deployment.managed=true")
+    capture = json.loads(json.dumps(make_plan(load(*managed)).to_json()))["capture"]
+    memory = capture["server_memory"]
+    assert memory["total"] == sum(memory["parts"].values())
+    assert memory["parts"]["target weights"] > 0
+    assert memory["capacity"] == main_memory()
+    assert memory["fits"] is True
 
 
 def test_max_steps_ends_a_run_early(load: Load) -> None:

@@ -9,7 +9,6 @@ from specforge_config.run import RunConfig
 from specforge_config.target import read_target_shape
 from specforge_launch.plan import make_plan
 from specforge_launch.services import CapturePlan, plan_capture, server_store
-from specforge_launch.show import plan_tables
 
 Load = Callable[..., RunConfig]
 MANAGED = ["deployment.mode=disaggregated", "deployment.managed=true"]
@@ -24,8 +23,8 @@ NODES = [
 ]
 
 
-def capture_of(config: RunConfig, source: str = "RECIPE") -> CapturePlan:
-    capture = make_plan(config, source).capture
+def capture_of(config: RunConfig) -> CapturePlan:
+    capture = make_plan(config).capture
     assert capture is not None
     return capture
 
@@ -48,23 +47,16 @@ def test_a_window_larger_than_the_store_is_refused(load: Load) -> None:
 
 
 def test_a_managed_run_is_one_command_on_one_node(load: Load) -> None:
-    capture = capture_of(
-        load(*MANAGED, "deployment.servers.count=2", "deployment.servers.port=7000"), "r.yaml"
-    )
+    plan = make_plan(load(*MANAGED, "deployment.servers.count=2", "deployment.servers.port=7000"), "r.yaml")
+    capture = plan.capture
+    assert capture is not None
     assert [service.name for service in capture.services] == ["store", "server-0", "server-1", "producer"]
     assert [service.address for service in capture.services[1:3]] == ["127.0.0.1:7000", "127.0.0.1:7001"]
-    assert capture.nodes[0].commands == ("specforge-launch run r.yaml",)
+    assert [node.commands for node in plan.nodes] == [("specforge-launch run r.yaml",)]
 
 
-def test_several_nodes_each_run_their_roles(load: Load) -> None:
-    capture = capture_of(load(*NODES), "r.yaml")
-    run = "specforge-launch run r.yaml --role"
-    assert {node.host: node.commands for node in capture.nodes} == {
-        "10.0.0.1": (f"{run} store", f"{run} server --node-rank 0"),
-        "10.0.0.3": (f"{run} server --node-rank 1",),
-        "10.0.0.2": (f"{run} producer", f"{run} consumer --node-rank 0"),
-        "trainer node 1": (f"{run} consumer --node-rank 1",),
-    }
+def test_servers_listen_where_the_recipe_says(load: Load) -> None:
+    capture = capture_of(load(*NODES))
     assert [service.address for service in capture.services[1:3]] == ["0.0.0.0:30000", "0.0.0.0:30001"]
 
 
@@ -101,19 +93,7 @@ def test_a_server_puts_features_where_its_own_node_is_reached(load: Load) -> Non
 def test_managed_servers_take_the_gpus_behind_those_of_the_ranks(load: Load) -> None:
     config = load(*MANAGED, "target.backend=sglang", "engine.tp_size=2", "deployment.servers.count=2")
     target = read_target_shape(config.target.path)
-    services = plan_capture(config, target, "cuda", "RECIPE", 5).services
+    services = plan_capture(config, target, "cuda", 5).services
     assert [service.gpus for service in services] == [(), (1, 2), (3, 4), ()]
     with pytest.raises(ValueError, match="this machine has 4 GPUs; required: 5"):
-        plan_capture(config, target, "cuda", "RECIPE", 4)
-
-
-def test_the_tables_of_a_plan_name_processes_sizes_and_commands(load: Load) -> None:
-    from rich.console import Console
-
-    console = Console(width=200)
-    with console.capture() as captured:
-        for table in plan_tables(make_plan(load(*NODES), "r.yaml")):
-            console.print(table)
-    text = captured.get()
-    for shown in ("an optimizer window", "server-1", "10.0.0.3", "run r.yaml --role server --node-rank 1"):
-        assert shown in text
+        plan_capture(config, target, "cuda", 4)

@@ -20,6 +20,28 @@ from specforge_config.target import TargetShape
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+_LOWER = {
+    "engine's token pool": ("engine.max_total_tokens",),
+    "draft master weights": ("draft.num_layers",),
+    "draft gradients": ("draft.num_layers",),
+    "optimizer states": ("draft.num_layers",),
+    "gathered draft weights": ("draft.num_layers",),
+    "an island's states, while it captures": ("data.max_length", "training.batch_size"),
+    "target activations": ("data.max_length", "training.batch_size"),
+    "features of staged batches": ("data.max_length", "training.batch_size"),
+    "draft activations": ("data.max_length", "training.batch_size", "draft.num_anchors"),
+    "draft and teacher logits": ("draft.num_anchors", "training.batch_size"),
+}
+"""Settings that a part shrinks with."""
+_RAISE = {
+    "target weights": ("engine.tp_size",),
+    "draft master weights": ("deployment.trainer.nproc_per_node",),
+    "draft gradients": ("deployment.trainer.nproc_per_node",),
+    "optimizer states": ("deployment.trainer.nproc_per_node",),
+}
+"""Settings that spread a part over more ranks."""
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of one rank at its peak."""
@@ -34,9 +56,35 @@ class MemoryPlan:
         """Sum of the parts."""
         return sum(self.parts.values())
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device has room for it; None where that is unknown."""
+        return None if self.capacity is None else self.total <= self.capacity
+
+    @property
+    def too_large(self) -> tuple[str, ...]:
+        """The largest parts, as many as together make more than what is missing; none where all fits."""
+        missing, names = self.total - (self.capacity or self.total), []
+        for name, size in sorted(self.parts.items(), key=lambda part: -part[1]):
+            if missing > 0:
+                names.append(name)
+                missing -= size
+        return tuple(names)
+
+    @property
+    def to_lower(self) -> tuple[str, ...]:
+        """Settings to lower, where it does not fit."""
+        return tuple(dict.fromkeys(key for name in self.too_large for key in _LOWER.get(name, ())))
+
+    @property
+    def to_raise(self) -> tuple[str, ...]:
+        """Settings to raise, where it does not fit."""
+        return tuple(dict.fromkeys(key for name in self.too_large for key in _RAISE.get(name, ())))
+
     def to_json(self) -> dict[str, object]:
-        """The plan with its total, in bytes."""
-        return {"parts": self.parts, "total": self.total, "capacity": self.capacity}
+        """The plan with its total, in bytes, and what to change where it does not fit."""
+        sizes = {"parts": self.parts, "total": self.total, "capacity": self.capacity}
+        return {**sizes, "fits": self.fits, "to_lower": self.to_lower, "to_raise": self.to_raise}
 
 
 @dataclass(frozen=True)
@@ -107,39 +155,36 @@ def target_bytes(config: RunConfig, target: TargetShape) -> int:
     return target.parameters() * width
 
 
-def _pool_bytes(config: RunConfig, target: TargetShape, *, on_gpu: bool) -> int:
+def _pool_bytes(config: RunConfig, target: TargetShape, island: int, *, on_gpu: bool) -> int:
     """Keys and values of the engine's pool: heads are spread over an island, a latent lies on each rank."""
     if config.target.backend != "sglang":
         return 0
     values = resolve_engine_arguments(config, target, "cuda" if on_gpu else "cpu").values
-    heads = -(-target.num_kv_heads // config.topology.tp_size)
+    heads = -(-target.num_kv_heads // island)
     channels = target.latent_kv or 2 * heads * target.head_dim
     width = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
     return int(values["max_total_tokens"]) * target.num_layers * channels * width
 
 
 def _target_parts(
-    config: RunConfig, target: TargetShape, tokens: int, states: int, *, on_gpu: bool
+    config: RunConfig, target: TargetShape, island: int, tokens: int, states: int, *, on_gpu: bool
 ) -> dict[str, int]:
-    """Bytes of the target and its capture on a rank; none in a disaggregated run.
+    """Bytes of the target and its capture on a rank.
 
     Args:
         config: the run.
         target: the target's shape.
-        tokens: T of a micro-step on a rank.
+        island: ranks that the target is spread over.
+        tokens: tokens that the island captures at a time.
         states: bytes of a token's captured states.
         on_gpu: whether ranks compute on GPUs.
     """
-    if config.deployment.mode != "local_colocated":
-        return {}
-    island = config.topology.tp_size
     width = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
     return {
         "target weights": target_bytes(config, target) // island,
-        "engine's token pool": _pool_bytes(config, target, on_gpu=on_gpu),
-        "an island's states, while it captures": island * tokens * states if island > 1 else 0,
-        "target activations": island
-        * tokens
+        "engine's token pool": _pool_bytes(config, target, island, on_gpu=on_gpu),
+        "an island's states, while it captures": tokens * states if island > 1 else 0,
+        "target activations": tokens
         * (6 * target.hidden_size + 3 * target.intermediate_size // island)
         * width,
     }
@@ -176,8 +221,11 @@ def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: i
     context = sizes.hidden + sizes.layers * 2 * sizes.kv_heads * sizes.head_dim
     block = sizes.layers * (6 * sizes.hidden + 2 * width + 4 * sizes.intermediate)
     vocabulary = (1 if target.tied_head else 2) * target.vocab_size * target.hidden_size
+    colocated, island = config.deployment.mode == "local_colocated", config.topology.tp_size
     parts = {
-        **_target_parts(config, target, tokens, states, on_gpu=on_gpu),
+        **(
+            _target_parts(config, target, island, island * tokens, states, on_gpu=on_gpu) if colocated else {}
+        ),
         "frozen embedding and head": vocabulary * compute,
         "draft master weights": 4 * parameters // shards,
         "draft gradients": 4 * parameters // shards,
@@ -188,6 +236,26 @@ def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: i
         "draft and teacher logits": slots * sizes.vocabulary * 4 * (1 if on_gpu else 3),
     }
     return MemoryPlan(parts, capacity)
+
+
+def predict_server(
+    config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: int | None
+) -> MemoryPlan:
+    """The peak of one rank of a disaggregated run's capture server, which captures one sample at a time.
+
+    Args:
+        config: the run.
+        target: the target's shape.
+        on_gpu: whether servers compute on GPUs.
+        capacity: bytes that each of its ranks has.
+    """
+    tokens = config.data.max_length
+    layers = config.draft.target_layer_ids or default_layer_ids(target.num_layers)
+    state = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
+    states = (len(layers) + 1) * target.hidden_size * state
+    return MemoryPlan(
+        _target_parts(config, target, config.engine.tp_size, tokens, states, on_gpu=on_gpu), capacity
+    )
 
 
 def require_room_to_measure(config: RunConfig, target: TargetShape, memory: MemoryPlan) -> None:

@@ -15,6 +15,7 @@ from specforge_config.target import TargetShape, read_target_shape
 from specforge_config.unbuilt import not_implemented
 from specforge_launch.machine import cores, gpu_memory, main_memory
 from specforge_launch.memory import MemoryPlan, predict, require_room_to_measure
+from specforge_launch.nodes import NodePlan, plan_nodes
 from specforge_launch.run_folder import RunFolder
 from specforge_launch.services import CapturePlan, plan_capture
 
@@ -78,6 +79,8 @@ class RunPlan:
     steps: Steps
     outputs: dict[str, str]
     """What the run makes -> where it lies."""
+    nodes: tuple[NodePlan, ...]
+    """What is typed on each machine."""
     capture: CapturePlan | None = None
     """How features come to the ranks of a disaggregated run; None where ranks capture themselves."""
 
@@ -95,7 +98,11 @@ class RunPlan:
         """The plan as plain values; `steps` is spread over the top level."""
         plain = asdict(self)
         steps = plain.pop("steps")
-        capture = self.capture and {**plain["capture"], "window_bytes": self.capture.window_bytes}
+        capture = self.capture and {
+            **plain["capture"],
+            "window_bytes": self.capture.window_bytes,
+            "server_memory": self.capture.server_memory.to_json(),
+        }
         return {**plain, "memory": self.memory.to_json(), "capture": capture, **steps}
 
 
@@ -133,7 +140,8 @@ def make_plan(config: RunConfig, source: str = "RECIPE") -> RunPlan:
     target = read_target_shape(config.target.path)
     gpus = gpu_memory() if trainer.device != "cpu" else []
     on_gpu = trainer.device == "cuda" or bool(gpus)
-    capacity = min(gpus) if gpus else None if on_gpu else main_memory() // trainer.nproc_per_node
+    each = min(gpus) if gpus else None if on_gpu else main_memory()
+    capacity = each if on_gpu or each is None else each // trainer.nproc_per_node
     port = Rendezvous("c10d", "127.0.0.1:0", trainer.run_id)
     if trainer.nnodes > 1:
         port = Rendezvous("static", str(trainer.rendezvous), trainer.run_id)
@@ -142,7 +150,7 @@ def make_plan(config: RunConfig, source: str = "RECIPE") -> RunPlan:
     capture = None
     if config.deployment.mode == "disaggregated":
         require_room_to_measure(config, target, memory)
-        capture = plan_capture(config, target, "cuda" if on_gpu else "cpu", source, len(gpus))
+        capture = plan_capture(config, target, "cuda" if on_gpu else "cpu", len(gpus), each)
     return RunPlan(
         name=config.name,
         mode=config.deployment.mode,
@@ -157,6 +165,7 @@ def make_plan(config: RunConfig, source: str = "RECIPE") -> RunPlan:
         memory=memory,
         steps=_steps(config),
         outputs=outputs_of(config),
+        nodes=plan_nodes(config, source),
         capture=capture,
     )
 
@@ -196,14 +205,15 @@ def _process(config: RunConfig, rank: int, on_gpu: bool) -> Process:
 def _engine_args(config: RunConfig, target: TargetShape, *, on_gpu: bool) -> dict[str, object]:
     if config.target.backend == "sglang":
         return {**resolve_engine_arguments(config, target, "cuda" if on_gpu else "cpu").keywords()}
-    return {
+    engine = {
         "backend": "hf",
         "load_format": config.engine.load_format,
         "dtype": target.dtype if config.target.dtype == "auto" else config.target.dtype,
         "attention": "sdpa",
-        "packed": True,
-        "max_batch_tokens": config.batches.batch_size * config.data.max_length,
     }
+    if config.deployment.mode == "disaggregated":  # its server captures one prompt at a time
+        return engine
+    return {**engine, "packed": True, "max_batch_tokens": config.batches.batch_size * config.data.max_length}
 
 
 def _steps(config: RunConfig) -> Steps:

@@ -1,9 +1,11 @@
 """The processes beside the ranks of a disaggregated run: the store's master, capture servers, the producer.
 
-Pure: where each stands, what it is started with, what passes through the store. A server's command holds the
-capture contract, which is settled only when it starts; the plan shows `CONTRACT` in its place.
+Pure: where each stands, what it is started with, what memory it takes, what passes through the store. A
+server's command holds the capture contract, which is settled only when it starts; the plan shows `CONTRACT`
+in its place.
 """
 
+import json
 import sys
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -17,7 +19,7 @@ from specforge_config.draft import default_layer_ids
 from specforge_config.run import RunConfig
 from specforge_config.store import FileStore, MooncakeStore
 from specforge_config.target import TargetShape
-from specforge_launch.memory import target_bytes
+from specforge_launch.memory import MemoryPlan, predict_server
 
 Role = Literal["store", "server", "producer", "consumer"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -44,19 +46,10 @@ class Service:
 
 
 @dataclass(frozen=True)
-class NodePlan:
-    """One machine of a run, and what is typed there."""
-
-    host: str
-    commands: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class CapturePlan:
     """How features come to the ranks of a disaggregated run."""
 
     services: tuple[Service, ...]
-    nodes: tuple[NodePlan, ...]
     sample_bytes: int
     """Features of a sample of `data.max_length` tokens."""
     window_samples: int
@@ -67,8 +60,8 @@ class CapturePlan:
     low_samples: int
     high_bytes: int | None
     low_bytes: int | None
-    server_weights: int
-    """The target's weights on each GPU of a server, in bytes."""
+    server_memory: MemoryPlan
+    """The peak of each of a server's ranks."""
 
     @property
     def window_bytes(self) -> int:
@@ -77,7 +70,11 @@ class CapturePlan:
 
 
 def plan_capture(
-    config: RunConfig, target: TargetShape, device: Literal["cpu", "cuda"], source: str, num_gpus: int
+    config: RunConfig,
+    target: TargetShape,
+    device: Literal["cpu", "cuda"],
+    num_gpus: int,
+    capacity: int | None = None,
 ) -> CapturePlan:
     """Plan the processes beside the ranks.
 
@@ -85,8 +82,8 @@ def plan_capture(
         config: a disaggregated run.
         target: the target's shape.
         device: where servers compute.
-        source: recipe and overrides, as they are typed.
         num_gpus: GPUs of this machine; 0 where there are none, or on another machine than the run's.
+        capacity: bytes that each of a server's ranks has; None where unknown.
 
     Raises:
         ValueError: if an optimizer window does not fit between the watermarks, or a managed run asks for more
@@ -102,7 +99,6 @@ def plan_capture(
     marks = deployment.production.watermarks(window, window * sample)
     return CapturePlan(
         services=_services(config, target, device, num_gpus),
-        nodes=_nodes(deployment, source),
         sample_bytes=sample,
         window_samples=window,
         store_bytes=deployment.store_bytes,
@@ -110,7 +106,7 @@ def plan_capture(
         low_samples=marks.low_samples,
         high_bytes=marks.high_bytes,
         low_bytes=marks.low_bytes,
-        server_weights=target_bytes(config, target) // config.engine.tp_size,
+        server_memory=predict_server(config, target, on_gpu=device == "cuda", capacity=capacity),
     )
 
 
@@ -158,7 +154,7 @@ def server_command(
         ValueError: a line for each setting that the engine cannot serve with.
     """
     deployment = config.disaggregated
-    store, host = server_store(deployment, index).model_dump_json(), deployment.servers.host
+    store, host = json.dumps(server_store(deployment, index).model_dump(mode="json")), deployment.servers.host
     python = deployment.servers.python or sys.executable
     listen = ("--host", host, "--port", str(port))
     if config.target.backend == "hf":
@@ -203,24 +199,3 @@ def _services(
         services.append(Service("server", index, f"{host}:{port}", gpus, command))
     producer = (sys.executable, "-m", "specforge_launch.roles", "producer")
     return (*services, Service("producer", 0, "", (), producer))
-
-
-def _nodes(deployment: Disaggregated, source: str) -> tuple[NodePlan, ...]:
-    """What is typed on each machine, in the order in which it is typed; machines are told apart by host."""
-    run = f"specforge-launch run {source}"
-    if deployment.managed:
-        return (NodePlan("this node", (run,)),)
-    trainer = deployment.trainer
-    first = host_and_port(trainer.rendezvous)[0] if trainer.rendezvous else "trainer node"
-    typed: list[tuple[str, str]] = []
-    if isinstance(deployment.store, MooncakeStore):
-        typed.append((host_and_port(deployment.store.master)[0], f"{run} --role store"))
-    for index, address in enumerate(deployment.servers.addresses):
-        rank = f" --node-rank {index}" if deployment.num_servers > 1 else ""
-        typed.append((host_and_port(address)[0], f"{run} --role server{rank}"))
-    typed.append((first, f"{run} --role producer"))
-    for node in range(trainer.nnodes):
-        rank = f" --node-rank {node}" if trainer.nnodes > 1 else ""
-        typed.append((first if node == 0 else f"trainer node {node}", f"{run} --role consumer{rank}"))
-    hosts = dict.fromkeys(host for host, _ in typed)
-    return tuple(NodePlan(host, tuple(line for at, line in typed if at == host)) for host in hosts)

@@ -6,9 +6,11 @@ from itertools import groupby
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
+from specforge_launch.memory import MemoryPlan
 from specforge_launch.plan import RunPlan
-from specforge_launch.services import CapturePlan
+from specforge_launch.services import CapturePlan, Service
 
 DUMMY_WEIGHTS = "dummy weights: the target is random; speed and memory are real, losses and τ are not"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -29,79 +31,115 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
 
 
-def _two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+def counted(count: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _two_columns(title: str, rows: Iterable[tuple[str, str]], warning: str = "") -> Table:
+    """Names and values; the row called `warning` stands out."""
     table = Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False
     )
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, value)
+        style = "bold red not dim" if name == warning else None
+        table.add_row(Text(name), Text(value), style=style)
     return table
 
 
 def plan_tables(plan: RunPlan) -> list[Table]:
-    """A plan as tables: the run, its memory, its outputs."""
-    steps, meeting, memory = plan.steps, plan.rendezvous, plan.memory
-    nodes = {process.node for process in plan.processes}
-    devices = {process.device.partition(":")[0] for process in plan.processes}
-    run = [
-        *([("target", DUMMY_WEIGHTS)] if plan.engine_args.get("load_format") == "dummy" else []),
-        ("deployment", plan.mode),
-        ("world", f"{plan.world_size} rank(s) on {len(nodes)} node(s), {', '.join(devices)}"),
-        (
-            "islands",
-            f"{len(plan.islands)} of {plan.tp_size} rank(s): {' | '.join(map(ranks_text, plan.islands))}",
-        ),
-        ("draft", f"{plan.mesh[0]} replica(s) x {plan.mesh[1]} shard(s)"),
-        ("rendezvous", f"{meeting.backend} {meeting.endpoint} ({meeting.run_id})"),
-        ("threads", f"{plan.threads_per_rank} a rank"),
-        ("engine", ", ".join(f"{name}={value}" for name, value in plan.engine_args.items())),
-        ("rows", f"{steps.rows}, before unusable ones are dropped"),
-        ("steps", f"{steps.total_steps} ({steps.steps_per_epoch} an epoch)"),
-        (
-            "batch",
-            f"{steps.global_batch_size} = {plan.world_size} rank(s) x {steps.samples_per_rank} sample(s) "
-            f"x {steps.accumulation} micro-step(s)",
-        ),
-    ]
-    parts = [(name, bytes_text(size)) for name, size in memory.parts.items() if size]
-    limit = "" if memory.capacity is None else f" of {bytes_text(memory.capacity)}"
-    parts.append(("total", bytes_text(memory.total) + limit))
+    """A plan as tables: the run, its memory, what passes through a store, processes, commands, outputs."""
     return [
-        _two_columns(f"plan of {plan.name}", run),
-        _two_columns("predicted peak a rank", parts),
-        *(capture_tables(plan.capture) if plan.capture else ()),
+        _two_columns(f"plan of {plan.name}", _run_rows(plan)),
+        memory_table("predicted peak a rank", plan.memory),
+        *(capture_tables(plan, plan.capture) if plan.capture else ()),
+        _two_columns("commands of each node", [(node.host, "\n".join(node.commands)) for node in plan.nodes]),
         _two_columns("outputs", plan.outputs.items()),
     ]
 
 
-def capture_tables(capture: CapturePlan) -> list[Table]:
-    """What passes through the store, the processes beside the ranks, and what is typed on each node."""
+def _run_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """What is decided about a run; ranks that capture nothing form no islands, and one node has no meeting
+    point to name."""
+    steps, meeting, islands = plan.steps, plan.rendezvous, plan.islands
+    nodes = len({process.node for process in plan.processes})
+    devices = {process.device.partition(":")[0] for process in plan.processes}
+    ranks = counted(plan.world_size, "rank")
+    engine = ", ".join(f"{name}={value}" for name, value in plan.engine_args.items())
+    of_ranks = f"{len(islands)} of {counted(plan.tp_size, 'rank')}: {' | '.join(map(ranks_text, islands))}"
+    rows = [
+        ("target", DUMMY_WEIGHTS if plan.engine_args.get("load_format") == "dummy" else ""),
+        ("deployment", plan.mode),
+        ("world", f"{ranks} on {counted(nodes, 'node')}, {', '.join(devices)}"),
+        ("islands", "" if plan.capture else of_ranks),
+        ("draft", f"{counted(plan.mesh[0], 'replica')} x {counted(plan.mesh[1], 'shard')}"),
+        ("rendezvous", f"{meeting.endpoint} ({meeting.run_id})" if nodes > 1 else ""),
+        ("threads", f"{plan.threads_per_rank} a rank"),
+        ("servers' engine" if plan.capture else "engine", engine),
+        ("rows", f"{steps.rows}, before unusable ones are dropped"),
+        ("steps", f"{steps.total_steps} ({steps.steps_per_epoch} an epoch)"),
+        (
+            "batch",
+            f"{steps.global_batch_size} = {ranks} x {counted(steps.samples_per_rank, 'sample')} "
+            f"x {counted(steps.accumulation, 'micro-step')}",
+        ),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def memory_table(title: str, memory: MemoryPlan) -> Table:
+    """A peak by part; where it does not fit, what to change."""
+    rows = [(name, bytes_text(size)) for name, size in memory.parts.items() if size]
+    limit = "" if memory.capacity is None else f" of {bytes_text(memory.capacity)}"
+    rows.append(("total", bytes_text(memory.total) + limit))
+    if memory.fits is False:
+        changes = [("lower", memory.to_lower), ("raise", memory.to_raise)]
+        rows.append(("does not fit", "; ".join(f"{how} {', '.join(keys)}" for how, keys in changes if keys)))
+    return _two_columns(title, rows, warning="does not fit")
+
+
+def capture_tables(plan: RunPlan, capture: CapturePlan) -> list[Table]:
+    """A server's memory, what passes through the store, and the processes."""
 
     def mark(samples: int, size: int | None) -> str:
-        return f"{samples} samples" + ("" if size is None else f", {bytes_text(size)}")
+        return counted(samples, "sample") + ("" if size is None else f", {bytes_text(size)}")
 
-    window = f"{bytes_text(capture.window_bytes)}, {capture.window_samples} samples"
+    window = f"{bytes_text(capture.window_bytes)}, {counted(capture.window_samples, 'sample')}"
     features = [
         ("a sample", f"{bytes_text(capture.sample_bytes)} at data.max_length"),
         ("an optimizer window", window),
         ("captured ahead, at most", mark(capture.high_samples, capture.high_bytes)),
         ("capture goes on below", mark(capture.low_samples, capture.low_bytes)),
-        ("target weights, a server's GPU", bytes_text(capture.server_weights)),
         ("store", "what the disk holds" if capture.store_bytes is None else bytes_text(capture.store_bytes)),
     ]
-    processes = []
-    for service in capture.services:
-        where = [f"on {service.address}"] if service.address else []
-        where += [f"GPUs {ranks_text(service.gpus)}"] if service.gpus else []
-        processes.append((service.name, ", ".join([*where, shlex.join(service.command)])))
-    commands = [(node.host, "\n".join(node.commands)) for node in capture.nodes]
+    each = "a server" if plan.device == "cpu" else "a server's GPU"
     return [
+        memory_table(f"predicted peak {each}", capture.server_memory),
         _two_columns("features", features),
-        _two_columns("processes beside the ranks", processes),
-        _two_columns("commands of each node", commands),
+        _two_columns("processes", [*map(_service_row, capture.services), *_consumer_rows(plan)]),
     ]
+
+
+def _service_row(service: Service) -> tuple[str, str]:
+    host, _, port = service.address.rpartition(":")
+    where = [f"on {service.address}" if port != "0" else f"on a free port of {host}"] if host else []
+    where += [f"GPUs {ranks_text(service.gpus)}"] if service.gpus else []
+    return service.name, ", ".join([*where, shlex.join(service.command)])
+
+
+def _consumer_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """The ranks of each node, which are started alike."""
+    rows = []
+    for node, group in groupby(plan.processes, key=lambda process: process.node):
+        ranks = list(group)
+        several = len(ranks) < plan.world_size
+        where = [f"ranks {ranks_text(process.rank for process in ranks)}"]
+        where += [f"GPUs {ranks_text(p.local_rank for p in ranks)}"] if plan.device == "cuda" else []
+        name = f"consumer, node {node}" if several else "consumer"
+        rows.append((name, ", ".join([*where, shlex.join(ranks[0].command)])))
+    return rows
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

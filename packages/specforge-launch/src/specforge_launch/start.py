@@ -77,8 +77,7 @@ def _require_place(config: RunConfig, plan: RunPlan, node: int, role: Role | Non
                 f"--role is {role}, but deployment.managed is true, which runs all roles; drop one"
             )
         if role is None and not deployment.managed:
-            assert plan.capture is not None
-            typed = (f"  {node.host}:  {line}" for node in plan.capture.nodes for line in node.commands)
+            typed = (f"  {node.host}:  {line}" for node in plan.nodes for line in node.commands)
             raise ValueError(
                 "a disaggregated run that is not managed is started by its roles:\n" + "\n".join(typed)
             )
