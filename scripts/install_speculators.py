@@ -8,6 +8,7 @@ a few seconds, and `torchaudio` and `torchvision` are left out, which loading a 
 lies already, nothing is done.
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,9 @@ REQUIREMENTS = ("speculators==0.9.0", "hs-connectors==0.9.0")
 
 def main() -> None:
     """Install, unless the same is there."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     marker = FOLDER / "built-from"
     recipe = "\n".join((*REQUIREMENTS, sys.version, *sorted(_installed())))
     if not marker.is_file() or marker.read_text() != recipe:

@@ -1,11 +1,14 @@
 import json
+import os
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from specforge_launch import cli
+from specforge_launch import recipe as recipes
 
 LIGHT = """
 import sys
@@ -23,8 +26,9 @@ except SystemExit as exit:
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """Exit code of a command in this process."""
     monkeypatch.setattr(sys, "argv", ["specforge-launch", *arguments])
-    monkeypatch.setattr(cli, "out", cli.Console(width=200))
-    monkeypatch.setattr(cli, "err", cli.Console(width=200, stderr=True))
+    width = int(os.environ.get("COLUMNS", "200"))
+    monkeypatch.setattr(cli, "out", cli.Console(width=width))
+    monkeypatch.setattr(cli, "err", cli.Console(width=width, stderr=True))
     with pytest.raises(SystemExit) as stop:
         cli.main()
     return int(stop.value.code or 0)
@@ -119,6 +123,21 @@ def test_a_folder_with_a_checkpoint_is_not_started_anew(
     (tmp_path / "out" / "checkpoints" / "step-000004").mkdir(parents=True)
     assert call(monkeypatch, "run", str(recipe), "--resume", "never") == 2
     assert "holds a checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_recipes_are_listed_by_name_with_what_they_do_below(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert call(monkeypatch, "recipes") == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if not line.startswith("  ")] == list(recipes.shipped())
+    assert max(map(len, lines)) <= width
+    for path in recipes.shipped().values():
+        below = lines[lines.index(path.stem) + 1 :]
+        text = " ".join(line.strip() for line in takewhile(lambda line: line.startswith("  "), below))
+        assert text == recipes.summary(path)
 
 
 def test_recipes_are_listed_shown_and_copied(

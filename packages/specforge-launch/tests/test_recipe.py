@@ -13,6 +13,14 @@ def test_every_shipped_recipe_is_valid_and_says_what_it_does() -> None:
         assert len(recipes.summary(path)) > 20
 
 
+def test_shipped_recipes_come_in_the_order_in_which_they_are_tried() -> None:
+    names = list(recipes.shipped())
+    assert names[0] == "quickstart"
+    found = [next(f for f in recipes.FAMILIES if name.startswith(f)) for name in names]
+    assert found == sorted(found, key=recipes.FAMILIES.index)
+    assert set(found) == set(recipes.FAMILIES)
+
+
 def test_a_recipe_is_found_by_path_and_by_name(recipe: Path) -> None:
     assert recipes.find(str(recipe)) == recipe
     assert recipes.find("quickstart").name == "quickstart.yaml"

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from specforge_launch import recipe as recipes
 
@@ -335,7 +337,8 @@ def list_recipes(context: typer.Context) -> None:
     """List the shipped recipes."""
     if context.invoked_subcommand is None:
         for name, path in recipes.shipped().items():
-            out.print(f"[bold]{name}[/bold]  {recipes.summary(path)}", highlight=False)
+            out.print(Text(name, style="bold"))
+            out.print(Padding(Text(recipes.summary(path)), (0, 0, 0, 2), expand=False))
 
 
 @recipes_app.command("show")

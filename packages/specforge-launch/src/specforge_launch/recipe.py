@@ -5,11 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHIPPED = (Path(__file__).parent / "recipes").resolve()
+FAMILIES = ("quickstart", "smollm2", "qwen3", "kimi")
+"""What names of shipped recipes begin with: the one to start from, then targets by their size."""
 
 
 def shipped() -> dict[str, Path]:
-    """Name -> path of the shipped recipes."""
-    return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
+    """Name -> path of the shipped recipes, in the order of their families."""
+
+    def place(name: str) -> tuple[int, str]:
+        return next((i for i, family in enumerate(FAMILIES) if name.startswith(family)), len(FAMILIES)), name
+
+    found = {path.stem: path for path in SHIPPED.glob("*.yaml")}
+    return {name: found[name] for name in sorted(found, key=place)}
 
 
 def find(recipe: str) -> Path:

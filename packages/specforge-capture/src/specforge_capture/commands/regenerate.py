@@ -20,7 +20,12 @@ _QUIET_SECONDS = 15.0
 
 
 def regenerate(
-    recipe: Annotated[Path, typer.Argument(help="Path of a recipe.", show_default=False)],
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            help="Path of a recipe; `specforge-launch recipes copy` writes a shipped one.", show_default=False
+        ),
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Settings to override, as section.key=value.", show_default=False),
