@@ -1,8 +1,10 @@
-"""Recipes: a recipe is named by its path, or by its name where it is shipped with the package."""
+"""The recipes that are shipped with the package, as an entry point declares to the others."""
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from specforge_config import recipes
 
 SHIPPED = (Path(__file__).parent / "recipes").resolve()
 FAMILIES = ("quickstart", "smollm2", "qwen3", "kimi")
@@ -25,15 +27,7 @@ def find(recipe: str) -> Path:
     Raises:
         ValueError: if there is neither.
     """
-    path = Path(recipe)
-    if path.is_file():
-        return path
-    known = shipped()
-    if recipe in known:
-        return known[recipe]
-    raise ValueError(
-        f"no recipe {recipe!r}: required the path of a YAML file or one of {', '.join(known) or 'none'}"
-    )
+    return recipes.find(recipe, shipped())
 
 
 def summary(path: Path) -> str:

@@ -21,10 +21,7 @@ _QUIET_SECONDS = 15.0
 
 def regenerate(
     recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="Path of a recipe; `specforge-launch recipes copy` writes a shipped one.", show_default=False
-        ),
+        str, typer.Argument(help="Path of a recipe, or the name of a shipped one.", show_default=False)
     ],
     overrides: Annotated[
         list[str] | None,
@@ -38,11 +35,13 @@ def regenerate(
     done, and the same command goes on from there.
 
       specforge-capture regenerate my.yaml
+      specforge-capture regenerate smollm2-135m-dspark
       specforge-capture regenerate my.yaml regeneration.temperature=1 regeneration.output=data/sampled.jsonl
     """
     from specforge_config.loading import load_run
+    from specforge_config.recipes import declared, find
 
-    config = load_run(recipe, overrides or [])
+    config = load_run(find(recipe, declared()), overrides or [])
     from specforge_capture.regeneration.journal import manifest_path
     from specforge_capture.regeneration.run import output_path
     from specforge_capture.regeneration.run import regenerate as answer
