@@ -298,7 +298,7 @@ def main() -> None:
     )
     target = HFTarget(config.target.path, resolved.spec, device, resolved.special.stop)
     prompts = resolved.prompts()
-    plan = PromptPlan.of_run(config, len(prompts), prompts.fingerprint)
+    plan = PromptPlan.of_run(config, len(prompts), prompts.fingerprint, prompts.lengths())
     shape = shape_of(resolved)
     model = DSpark().build(shape)
     model.init_weights(config.seed)

@@ -168,9 +168,10 @@ def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(launch: Launc
 
 def test_another_plan_is_not_resumed(launch: Launch, whole: Ended) -> None:
     summary = whole.summary
-    other = launch("whole", "data.prompt_seed=7", "training.max_steps=50").end()
+    other = launch("whole", "data.prompt_seed=7", "data.group_by_length=5", "training.max_steps=50").end()
     assert other.code == 2, other
     assert "prompt_seed" in other.err
+    assert "group_by_length" in other.err
     assert "Traceback" not in other.err
     assert whole.summary == summary
     assert "finished before" in launch("whole").end().out

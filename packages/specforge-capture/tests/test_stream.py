@@ -25,8 +25,10 @@ def prompts(
 
 
 def plan_over(prompts: PromptSet, **changes: Any) -> PromptPlan:
-    fields = {"islands": 1, "tp_size": 1, "batch_size": 2, "epochs": 2, "seed": 0, "prompt_seed": 0}
-    return PromptPlan(num_rows=len(prompts), fingerprint=prompts.fingerprint, **{**fields, **changes})
+    fields: dict[str, Any] = {"islands": 1, "tp_size": 1, "batch_size": 2, "epochs": 2}
+    fields |= {"seed": 0, "prompt_seed": 0}
+    fields |= {"num_rows": len(prompts), "fingerprint": prompts.fingerprint, **changes}
+    return PromptPlan(**fields)
 
 
 def test_one_batch_a_micro_step_in_the_plans_order(target: HFTarget, prompts: PromptSet) -> None:

@@ -58,6 +58,11 @@ def test_a_colocated_plan_shows_islands_and_what_each_node_is_to_type(load: Load
     assert "rendezvous" not in shown(make_plan(load()))
 
 
+def test_an_order_by_length_is_told(load: Load) -> None:
+    assert "by length" not in shown(make_plan(load()))
+    assert row(shown(make_plan(load("data.group_by_length=50"))), "order") == "by length among 50 steps"
+
+
 def test_a_disaggregated_plan_shows_every_process_and_no_islands(load: Load) -> None:
     text = shown(make_plan(load(*BY_ROLES, *TWO_NODES), "r.yaml"))
     assert "islands" not in text

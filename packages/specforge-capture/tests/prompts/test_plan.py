@@ -82,6 +82,39 @@ def test_the_order_is_fixed_for_good() -> None:
     assert plan(num_rows=8).permutation(0).tolist() == [7, 3, 6, 0, 1, 4, 5, 2]
 
 
+LENGTHS = np.random.default_rng(0).integers(40, 4000, 50)
+GROUPED = {"group_by_length": 4, "lengths": LENGTHS}
+
+
+def test_steps_grouped_by_length_take_the_same_rows_in_shuffled_steps() -> None:
+    grouped, random = plan(**GROUPED), plan()
+    for epoch in range(2):
+        found, expected = grouped.permutation(epoch), random.permutation(epoch)
+        for first in range(0, 48, 16):  # groups of four steps of four
+            assert sorted(found[first : first + 16]) == sorted(expected[first : first + 16])
+        assert found[48:].tolist() == expected[48:].tolist()
+        steps = LENGTHS[found[:48]].reshape(-1, 4)
+        assert (np.diff(steps) >= 0).all()
+        for group in steps.reshape(3, 4, 4):
+            ordered = group[np.argsort(group[:, 0])]
+            assert (ordered[1:, 0] >= ordered[:-1, -1]).all()
+        assert (np.diff(steps[:, 0]) < 0).any()
+        spread = LENGTHS[expected[:48]].reshape(-1, 4)
+        assert np.ptp(steps, axis=1).mean() < 0.5 * np.ptp(spread, axis=1).mean()
+    assert grouped.permutation(0).tolist() != grouped.permutation(1).tolist()
+
+
+def test_a_grouped_step_sees_the_same_samples_in_every_layout() -> None:
+    assert windows(plan(islands=2, batch_size=1, accumulation=2, **GROUPED)) == windows(plan(**GROUPED))
+
+
+def test_a_short_last_group_and_missing_lengths() -> None:
+    odd = plan(group_by_length=5, lengths=LENGTHS)
+    assert sorted(odd.permutation(0)) == list(range(50))
+    with pytest.raises(ValueError, match="needs the lengths"):
+        plan(group_by_length=5)
+
+
 @pytest.mark.parametrize("start", [0, 1, 11, 12, 13, 23, 24])
 def test_a_start_inside_the_plan_equals_skipping(start: int) -> None:
     layout = plan(batch_size=2, accumulation=2)
@@ -117,6 +150,7 @@ def test_the_plan_of_a_run() -> None:
         }
     )
     assert PromptPlan.of_run(config, 100, "f").record() == {
+        "group_by_length": 0,
         "seed": 7,
         "prompt_seed": 7,
         "epochs": 3,

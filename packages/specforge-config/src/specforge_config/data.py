@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from specforge_config.base import Config, InputPath, InputPaths, repeated, unlike_default
 
@@ -35,6 +35,9 @@ class DataConfig(Config):
     """Checksum of the single training file, verified before anything starts."""
     prompt_seed: int | None = Field(None, ge=0)
     """Seed of the order of prompts; default: the run's seed."""
+    group_by_length: NonNegativeInt = 0
+    """Optimizer steps among which samples are dealt by length, such as 50: the ranks of a step then get rows
+    of similar lengths, and wait less for each other. 0 keeps the order random throughout."""
     cache_dir: str = ".cache/specforge/prompts"
     """Where rendered prompts are kept, relative to the working directory."""
 

@@ -55,6 +55,8 @@ class Steps:
     micro_batch: int
     accumulation: int
     global_batch_size: int
+    group_by_length: int
+    """Steps among which samples are dealt by length; 0: in random order."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,7 @@ def _steps(config: RunConfig) -> Steps:
         micro_batch=batches.micro_batch,
         accumulation=batches.accumulation,
         global_batch_size=batches.global_batch_size,
+        group_by_length=config.data.group_by_length,
     )
 
 

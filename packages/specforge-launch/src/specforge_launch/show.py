@@ -79,6 +79,7 @@ def _run_rows(plan: RunPlan) -> list[tuple[str, str]]:
         ("threads", f"{plan.threads_per_rank} a rank"),
         ("servers' engine" if plan.capture else "engine", engine),
         ("rows", f"{steps.rows}, before unusable ones are dropped"),
+        ("order", f"by length among {grouped} steps" if (grouped := steps.group_by_length) else ""),
         ("steps", f"{steps.total_steps} ({steps.steps_per_epoch} an epoch)"),
         (
             "batch",

@@ -1,6 +1,10 @@
 """Which prompt each island takes at each micro-step: one seeded permutation an epoch, cut into aligned
 batches.
 
+A plan may group its samples by length: among every so many optimizer steps, samples are sorted by length, cut
+into steps, and the steps shuffled. The ranks of a step then have rows of similar lengths, and wait less for
+each other.
+
 Positions of epoch e index its permutation. Optimizer step s of the epoch takes positions [s G, (s + 1) G)
 with G the global batch; inside it, micro-batches of `islands * tp_size * batch_size` positions follow each
 other; inside a micro-batch, island i takes the i-th island batch of `tp_size * batch_size` positions, and
@@ -11,7 +15,7 @@ Invariant: the plan is a pure function of its fields. It starts at any step with
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeVar
 
@@ -54,8 +58,14 @@ class PromptPlan:
     """Samples a rank takes in a micro-step."""
     accumulation: int = 1
     """Micro-steps of an optimizer step."""
+    group_by_length: int = 0
+    """Optimizer steps among which samples are dealt by length; 0 leaves the permutation as it is."""
+    lengths: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """Tokens of each row, [num_rows], needed for that; the fingerprint tells them."""
 
     def __post_init__(self) -> None:
+        if self.group_by_length and self.lengths is None:
+            raise ValueError("a plan that groups by length needs the lengths of its rows")
         if self.num_rows < self.global_batch:
             raise ValueError(
                 f"{self.num_rows} usable prompts fill no optimizer step of {self.global_batch} samples: "
@@ -63,7 +73,9 @@ class PromptPlan:
             )
 
     @classmethod
-    def of_run(cls, config: RunConfig, num_rows: int, fingerprint: str) -> "PromptPlan":
+    def of_run(
+        cls, config: RunConfig, num_rows: int, fingerprint: str, lengths: np.ndarray | None = None
+    ) -> "PromptPlan":
         """The plan of a run over a prompt set of `num_rows` rows."""
         return cls(
             num_rows=num_rows,
@@ -75,6 +87,8 @@ class PromptPlan:
             tp_size=config.topology.tp_size,
             batch_size=config.batches.batch_size,
             accumulation=config.batches.accumulation,
+            group_by_length=config.data.group_by_length,
+            lengths=lengths,
         )
 
     @property
@@ -109,7 +123,7 @@ class PromptPlan:
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Rows of the prompt set in the order of an epoch, [num_rows] int64."""
-        return _permutation(self.num_rows, self.prompt_seed, epoch)
+        return _order(self, epoch)
 
     def window(self, step: int) -> tuple[Task, ...]:
         """The samples that the optimizer step after `step` others takes, in the order of their positions."""
@@ -147,15 +161,28 @@ class PromptPlan:
             "tp_size": self.tp_size,
             "batch_size": self.batch_size,
             "accumulation": self.accumulation,
+            "group_by_length": self.group_by_length,
             "rows": self.num_rows,
             "fingerprint": self.fingerprint,
         }
 
 
 @lru_cache(maxsize=2)
-def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Sort raw 64-bit draws: numpy keeps those stable over its versions, but not `Generator.permutation`."""
-    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
-    order = np.argsort(draws, kind="stable")
+def _order(plan: PromptPlan, epoch: int) -> np.ndarray:
+    order = _shuffled(plan.num_rows, plan.prompt_seed, epoch)
+    if plan.group_by_length:
+        assert plan.lengths is not None
+        size, places = plan.global_batch, _shuffled(plan.steps_per_epoch, plan.prompt_seed, epoch, 1)
+        for first in range(0, plan.steps_per_epoch, plan.group_by_length):
+            steps = np.arange(first, min(first + plan.group_by_length, plan.steps_per_epoch))
+            group = order[first * size : (steps[-1] + 1) * size]  # a view
+            by_length = group[np.argsort(plan.lengths[group], kind="stable")].reshape(-1, size)
+            group[:] = by_length[np.argsort(places[steps])].reshape(-1)
     order.flags.writeable = False
     return order
+
+
+def _shuffled(count: int, *seeds: int) -> np.ndarray:
+    """Sort raw 64-bit draws: numpy keeps those stable over its versions, but not `Generator.permutation`."""
+    draws = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
+    return np.argsort(draws, kind="stable")
