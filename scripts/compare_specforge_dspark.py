@@ -34,6 +34,7 @@ from specforge_kernels.bench.peers import find_peer
 from specforge_kernels.bench.steps import StepShapes
 from specforge_launch.drafts import shape_of
 from specforge_launch.resolve import Resolved, resolve
+from specforge_launch.target import transformers_target
 from specforge_train.decode import speculative_decode
 from specforge_train.frozen import FrozenTarget, load_frozen
 from specforge_train.methods.base import DraftShape
@@ -296,7 +297,7 @@ def main() -> None:
     frozen = load_frozen(
         config.target.path, dtype=compute_dtype(config.training.dtype, device), device=device
     )
-    target = HFTarget(config.target.path, resolved.spec, device, resolved.special.stop)
+    target = transformers_target(resolved, device)
     prompts = resolved.prompts()
     plan = PromptPlan.of_run(config, len(prompts), prompts.fingerprint, prompts.lengths())
     shape = shape_of(resolved)

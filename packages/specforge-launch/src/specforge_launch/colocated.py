@@ -16,6 +16,7 @@ from specforge_launch.drafts import frozen_of
 from specforge_launch.finish import finish
 from specforge_launch.resolve import Resolved
 from specforge_launch.run_folder import RunFolder
+from specforge_launch.target import transformers_target
 from specforge_train.parallel import compute_dtype
 
 
@@ -52,5 +53,5 @@ def start_target(resolved: Resolved, device: torch.device) -> HFTarget | SGLangT
     """This rank's share of the target, after the process group has started."""
     config, spec, stop = resolved.config, resolved.spec, resolved.special.stop
     if config.target.backend == "hf":
-        return HFTarget(config.target.path, spec, device, stop, config.seed if config.dummy_weights else None)
+        return transformers_target(resolved, device)
     return SGLangTarget(config, resolved.target, spec, device, stop)

@@ -25,6 +25,7 @@ from specforge_launch.drafts import frozen_of
 from specforge_launch.finish import finish
 from specforge_launch.resolve import Resolved
 from specforge_launch.run_folder import RunFolder
+from specforge_launch.target import transformers_target
 from specforge_train.checkpoint import Checkpoints
 from specforge_train.parallel import World, compute_dtype
 
@@ -99,9 +100,7 @@ class BorrowedTarget:
     @contextmanager
     def decoding(self) -> Generator[bool]:
         """Hold the target and decode on this rank."""
-        config, spec = self._resolved.config, self._resolved.spec
-        seed = config.seed if config.dummy_weights else None
-        with closing(HFTarget(config.target.path, spec, self._device, self.stop_ids, seed)) as self._target:
+        with closing(transformers_target(self._resolved, self._device)) as self._target:
             yield True
         self._target = None
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from specforge_capture.prompts.evaluation import EvalPrompt, follow_up, load_eval_prompts
-from specforge_capture.targets.hf import HFTarget
 from specforge_launch.drafts import FoundDraft, find_draft, find_run, frozen_of
 from specforge_launch.measure import measurement
 from specforge_launch.resolve import Resolved, resolve
 from specforge_launch.run_folder import RunFolder
+from specforge_launch.target import transformers_target
 from specforge_train.calibration import Calibration, calibrate
 from specforge_train.counts import DecodeCounts, Decoded, Examined, PlainOutput
 from specforge_train.decode import DecodingTarget, Drafter, evaluate
@@ -101,8 +101,7 @@ class Session:
         on_gpu = config.deployment.trainer.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda" if on_gpu else "cpu")
         dtype = torch.bfloat16 if on_gpu and config.training.dtype != "float32" else torch.float32
-        dummy_seed = config.seed if config.dummy_weights else None
-        target = HFTarget(config.target.path, resolved.spec, device, resolved.special.stop, dummy_seed)
+        target = transformers_target(resolved, device)
         frozen = frozen_of(resolved, dtype, device)
         model = method.build(draft.shape)
         model.load_state_dict(draft.state)

@@ -27,7 +27,7 @@ from specforge_capture.targets.attention import Documents, Slots
 from specforge_capture.targets.base import ALL, Extension, PromptRow, feature_batch, token_range
 from specforge_capture.targets.cache import SlotCache
 from specforge_capture.targets.loading import decoder_layers, load_model, random_model
-from specforge_capture.targets.sequence import DecodedSequence, SequenceSteps, cuda_graph
+from specforge_capture.targets.sequence import DecodedSequence, Recorder, SequenceSteps
 from specforge_config.features import CaptureSpec, FeatureBatch
 
 _CAPTURE_BUDGETS = "lower training.batch_size or data.max_length"
@@ -42,6 +42,7 @@ class HFTarget:
         device: where the model runs.
         stop_ids: tokens that end an answer.
         dummy_seed: makes random weights from this seed, the same on every rank, instead of reading any.
+        record: makes decoding steps ones that are replayed; None runs them as they are.
 
     Raises:
         ValueError: if the folder holds no loadable model, or the model has no structure this backend can
@@ -55,6 +56,7 @@ class HFTarget:
         device: torch.device | str = "cpu",
         stop_ids: Sequence[int] = (),
         dummy_seed: int | None = None,
+        record: Recorder | None = None,
     ) -> None:
         self.spec = spec
         self.stop_ids = tuple(stop_ids)
@@ -66,7 +68,7 @@ class HFTarget:
         self._head = self.model.get_output_embeddings()
         self._layers = _captured_layers(self.model, spec)
         self._idle: list[SequenceSteps] = []
-        self._record = cuda_graph if self.device.type == "cuda" else None
+        self._record = record
         self._check_head()
 
     @torch.no_grad()

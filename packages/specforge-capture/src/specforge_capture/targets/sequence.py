@@ -1,10 +1,9 @@
 """Decoding one sequence with a transformers model, by steps that are recorded where that pays.
 
-A decoding step of a few tokens is hundreds of small kernels, whose launches take the host longer than a small
-model's arithmetic takes the device. Steps of a length that comes again and again (one token when the target
-decodes alone, a block when it verifies a draft) are therefore recorded as CUDA graphs and replayed: their
-attention reads the cache at its capacity, under a mask made on the device from the positions. All other
-steps, and all on a CPU, run as they are and read only what is there.
+Steps of a length that comes again and again (one token when the target decodes alone, a block when it
+verifies a draft) may be recorded, as a CUDA graph, and replayed: their attention reads the cache at its
+capacity, under a mask made on the device from the positions. All other steps run as they are and read only
+what is there.
 
 Notation: n new tokens, K captured layers, H hidden size, V vocabulary.
 """
@@ -13,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,8 +28,11 @@ _LEAST_CAPACITY = 512
 
 _log = logging.getLogger(__name__)
 
-Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Step = Callable[..., tuple[Tensor, ...]]
 """Tokens [n] and their positions [n] on the device -> logits [n, V], states [n, K·H]."""
+
+Recorder = Callable[[Step, tuple[Tensor, ...]], Step]
+"""Makes a step, from its first inputs, one that is replayed; RuntimeError says that it waits for the device."""
 
 
 class Forward(Protocol):
@@ -49,12 +51,10 @@ class SequenceSteps:
     Args:
         forward: the model.
         device: of the model.
-        record: makes a step of a few tokens one that is replayed; None runs all as they are.
+        record: for steps of a few tokens; None runs all as they are.
     """
 
-    def __init__(
-        self, forward: Forward, device: torch.device, record: Callable[[Step, Tensor, Tensor], Step] | None
-    ) -> None:
+    def __init__(self, forward: Forward, device: torch.device, record: Recorder | None) -> None:
         self._forward, self._device, self._record = forward, device, record
         self._cache = SlotCache(1)
         self._met: Counter[int] = Counter()
@@ -68,7 +68,7 @@ class SequenceSteps:
         positions = torch.arange(first, end, device=self._device)
         if (step := self._step_for(ids, positions)) is not None:
             logits, hidden = step(ids, positions)
-            return logits.clone(), hidden.clone()  # the next replay writes over its own
+            return logits, hidden
         self._cache.write(self._rows(count), positions, read=(1, end))
         return self._forward(ids, positions, self._cache, None)
 
@@ -85,9 +85,9 @@ class SequenceSteps:
         self._met[count] += 1
         if count not in self._recorded and self._met[count] >= RECORDED_FROM:
             try:
-                self._recorded[count] = self._record(self.at_capacity, ids, positions)
+                self._recorded[count] = self._record(self.at_capacity, (ids, positions))
             except RuntimeError as error:  # a model that waits for the device, as some mixtures of experts do
-                _log.info("a step of %d tokens cannot be recorded as a CUDA graph: %s", count, error)
+                _log.info("a step of %d tokens cannot be recorded: %s", count, error)
                 self._recorded[count] = None
         return self._recorded.get(count)
 
@@ -107,12 +107,3 @@ class DecodedSequence:
     steps: SequenceSteps
     length: int = 0
     """Tokens in the cache that count."""
-
-
-def cuda_graph(step: Step, ids: Tensor, positions: Tensor) -> Step:
-    """`step` recorded as a CUDA graph.
-
-    Raises:
-        RuntimeError: if it waits for the device.
-    """
-    return cast(Step, torch.cuda.make_graphed_callables(step, (ids, positions)))

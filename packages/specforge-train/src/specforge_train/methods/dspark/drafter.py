@@ -1,14 +1,11 @@
 """DSpark at inference: one backbone pass a block, its slots chained through the Markov head.
 
 Keys and values of the context are kept a layer, in buffers of fixed places; only the states of newly accepted
-tokens are projected. A proposal is one function of tensors of fixed shapes: on a GPU it is recorded as a CUDA
-graph and replayed, for its kernels are smaller than their launches.
+tokens are projected. A proposal is one function of tensors of fixed shapes, which on a GPU is recorded and
+replayed.
 
 Notation: G slots of the block, C capacity in tokens, K captured layers, H hidden size, V vocabulary.
 """
-
-from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,11 +14,10 @@ from torch.nn import functional as F
 from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.backbone import Layer
 from specforge_train.methods.dspark.model import DSparkModel
+from specforge_train.replay import Function, recorded
 from specforge_train.verification import GREEDY, Choice, Proposal, Verification
 
 _LEAST_CAPACITY = 512
-
-_Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class DSparkDrafter:
@@ -34,7 +30,7 @@ class DSparkDrafter:
         """Tokens whose states are cached."""
         self._device = model.fc.weight.device
         self._cache: list[tuple[Tensor, Tensor]] = []
-        self._steps: dict[Choice, _Step] = {}
+        self._steps: dict[Choice, Function] = {}
 
     def begin(self) -> None:
         """Forget the context."""
@@ -76,9 +72,9 @@ class DSparkDrafter:
         inputs = hidden, places, rule.draws(self.block_size, self._device)
         outputs = self._step(rule.choice, inputs)(*inputs)
         self.context_length = position
-        return Proposal(*(output.clone() for output in outputs))  # the next call writes over its own
+        return Proposal(*outputs)
 
-    def _step(self, choice: Choice, inputs: tuple[Tensor, Tensor, Tensor]) -> _Step:
+    def _step(self, choice: Choice, inputs: tuple[Tensor, Tensor, Tensor]) -> Function:
         """What proposes: recorded once for each way of choosing tokens."""
         if choice not in self._steps:
 
@@ -87,9 +83,7 @@ class DSparkDrafter:
                 self._absorb(hidden, start + torch.arange(len(hidden), device=self._device))
                 return self._chain(self._states(position, anchor), anchor, choice, draws)
 
-            on_gpu = self._device.type == "cuda"
-            recorded = torch.cuda.make_graphed_callables(step, inputs) if on_gpu else step
-            self._steps[choice] = cast(_Step, recorded)
+            self._steps[choice] = recorded(step, inputs) if self._device.type == "cuda" else step
         return self._steps[choice]
 
     def _reserve(self, length: int) -> None:
