@@ -32,7 +32,7 @@ Step = Callable[..., tuple[Tensor, ...]]
 """Tokens [n] and their positions [n] on the device -> logits [n, V], states [n, K·H]."""
 
 Recorder = Callable[[Step, tuple[Tensor, ...]], Step]
-"""Makes a step, from its first inputs, one that is replayed; RuntimeError says that it waits for the device."""
+"""Makes a step, from its first inputs, one that is replayed; RuntimeError says that it waits for a device."""
 
 
 class Forward(Protocol):
