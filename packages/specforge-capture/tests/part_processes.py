@@ -107,7 +107,7 @@ class Parts:
         os.kill(process.pid, signal.SIGKILL)
         process.join(30)
 
-    def wait(self, *names: str, seconds: float = 90) -> list[int | None]:
+    def wait(self, *names: str, seconds: float = 200) -> list[int | None]:
         """Exit codes; fails the test with the output of all parts if they take longer."""
         deadline = time.monotonic() + seconds
         for name in names:
@@ -124,7 +124,7 @@ class Parts:
             assert ended == [None] * RANKS, f"{ended}\n{self.output()}"
             return self.setup.step() >= step
 
-        wait_until(reached, 60)
+        wait_until(reached, 150)
 
     def log(self, name: str) -> str:
         """What a part wrote."""
@@ -181,7 +181,7 @@ def train(setup: Setup, rank: int, port: int) -> None:
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=RANKS,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=150),
     )
     start, total, mail = setup.checkpoint, setup.plan.total_steps, _get_default_store()
     common = setup.plan, setup.spec, setup.consumer, mail

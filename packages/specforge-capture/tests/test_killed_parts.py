@@ -21,7 +21,7 @@ from specforge_config.store import FileStore, MooncakeStore
 
 pytestmark = pytest.mark.slow
 CONFIG = QUICK.model_copy(
-    update={"outage_seconds": 30, "trainer_seconds": 30, "retries": 50, "high_samples": 8}
+    update={"outage_seconds": 90, "trainer_seconds": 120, "retries": 50, "high_samples": 8}
 )
 
 
@@ -38,7 +38,7 @@ def setup(tmp_path: Path, target: HFTarget, qwen3_folder: Path, renderer: ChatRe
         store=FileStore(kind="files", folder=str(tmp_path / "objects")),
         ports=tuple(free_ports(1)),
         producer=CONFIG,
-        consumer=CONSUMER.model_copy(update={"producer_seconds": 20}),
+        consumer=CONSUMER.model_copy(update={"producer_seconds": 90}),
     )
 
 
@@ -110,10 +110,11 @@ def test_without_its_producer_the_trainer_ends_soon_and_a_resume_goes_on(
         parts.kill("producer")
         assert parts.wait("rank-0", "rank-1") == [1, 1]
         assert "no producer has been running" in parts.log("rank-0") + parts.log("rank-1")
+        parts.setup = setup  # which gives a producer time to start
         parts.start_ranks(free_ports(1)[0])
         parts.start("producer", produce)
         assert parts.wait("rank-0", "rank-1", "producer") == [0, 0, 0], parts.output()
-        require_trained_once(soon, target)
+        require_trained_once(setup, target)
         assert objects(tmp_path) == []
 
 

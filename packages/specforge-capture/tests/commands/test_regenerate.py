@@ -23,8 +23,9 @@ deployment: {{trainer: {{device: cpu}}}}
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    # A shell's background job, of which these tests may be part, ignores Ctrl-C, and so would its children.
     return subprocess.Popen(
-        [*COMMAND, "recipe.yaml", *overrides],
+        ["env", "--default-signal=INT", *COMMAND, "recipe.yaml", *overrides],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
