@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from feature_flow import http_server
 
 from specforge_capture.stores.base import StoreError
 from specforge_capture.stores.master import (
@@ -45,6 +46,15 @@ def test_a_master_lives_as_long_as_its_block(settings: MasterSettings, tmp_path:
     assert not settings.healthy()
     with running_master(settings, tmp_path / "log"):  # on the same ports
         assert settings.healthy()
+
+
+def test_a_master_whose_port_is_not_open_yet_does_not_serve() -> None:
+    port, metrics = free_ports(2)
+    with http_server(lambda *_: (200, b"OK"), metrics), socket.socket() as rpc:
+        assert not MasterSettings(port=port, metrics_port=metrics).healthy()
+        rpc.bind(("127.0.0.1", port))
+        rpc.listen()
+        assert MasterSettings(port=port, metrics_port=metrics).healthy()
 
 
 @pytest.mark.parametrize("which", ["port", "metrics_port"])

@@ -76,13 +76,16 @@ class MasterSettings:
         ]
 
     def healthy(self) -> bool:
-        """Whether a master answers there that it serves."""
+        """Whether a master answers there that it serves, and takes connections: its port opens later."""
         try:
             url = f"http://{self.host}:{self.metrics_port}/health"
             with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=2) as answer:
-                return answer.status == 200
+                if answer.status != 200:
+                    return False
+            socket.create_connection((self.host, self.port), timeout=2).close()
         except (urllib.error.URLError, OSError):
             return False
+        return True
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
