@@ -272,14 +272,12 @@ class _Work:
     def _retry(self, question: Question, server: str, error: Exception) -> None:
         """Have a failed sample asked for again: at once where a server is left that has not failed it, else
         after a wait, which counts."""
-        entry, row = question.entry, question.row
-        name = f"sample {row.sample_id} (epoch {entry.epoch}, position {entry.position})"
+        entry, row, name = question.entry, question.row, question.name
         if isinstance(error, CaptureRefused):
             raise ValueError(f"{name} of {len(row.input_ids)} tokens was refused: {error}") from error
         tried, due = question.tried | {server}, time.monotonic()
         if not self._pool.others(tried):
-            self._failures[entry.task] += 1
-            failures, allowed = self._failures[entry.task], self._config.retries
+            failures, allowed = self._count_failure(entry)
             if failures > allowed:
                 raise RuntimeError(
                     f"{name} could not be captured in {entry.attempt} attempts, deployment.producer.retries "
@@ -292,6 +290,11 @@ class _Work:
         self._store.remove_prefix(f"{entry.key}/")
         heapq.heappush(self._again, (due, Question(fresh, row, tried)))
 
+    def _count_failure(self, entry: Entry) -> tuple[int, int]:
+        """Failures of a sample, with one more, and how many are allowed."""
+        self._failures[entry.task] += 1
+        return self._failures[entry.task], self._config.retries
+
     def _ask_again(self) -> None:
         """Ask for what waited long enough, and for what the trainer lost."""
         while self._again and self._again[0][0] <= time.monotonic():
@@ -303,15 +306,13 @@ class _Work:
 
     def _ask_lost(self, entry: Entry) -> None:
         question = self._question(entry)
-        name = f"sample {question.row.sample_id} (epoch {entry.epoch}, position {entry.position})"
-        self._failures[entry.task] += 1
-        failures, allowed = self._failures[entry.task], self._config.retries
+        failures, allowed = self._count_failure(entry)
         if failures > allowed:
             raise RuntimeError(
-                f"{name}: its features were lost or changed {failures} times after their capture, "
+                f"{question.name}: its features were lost or changed {failures} times after their capture, "
                 f"deployment.producer.retries is {allowed}: look at the logs of the store and the servers"
             )
-        self._tell(f"{name}: its features were lost; it is captured anew")
+        self._tell(f"{question.name}: its features were lost; it is captured anew")
         self._producer.retried += 1
         self._store.remove_prefix(entry.prefix)
         self._active.add(entry.task)

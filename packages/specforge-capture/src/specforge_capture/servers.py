@@ -39,6 +39,11 @@ class Question:
     tried: frozenset[str] = frozenset()
     """Addresses of servers that failed it."""
 
+    @property
+    def name(self) -> str:
+        """The sample, as messages name it."""
+        return f"sample {self.row.sample_id} (epoch {self.entry.epoch}, position {self.entry.position})"
+
     def __lt__(self, other: "Question") -> bool:
         """Whether it comes first in the plan."""
         return (self.entry.step, self.entry.position) < (other.entry.step, other.entry.position)
