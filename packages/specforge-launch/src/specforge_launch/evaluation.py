@@ -32,9 +32,6 @@ from specforge_train.registry import get_method
 Progress = Callable[[int, int], None]
 """Called with the conversations that were decoded, over all temperatures, and those there are."""
 
-PROMPTS_A_TASK = 1
-"""So little is lost on Ctrl-C, and the processes end together."""
-
 
 @dataclass(frozen=True)
 class Source:
@@ -59,16 +56,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Task:
-    """Some prompts of one set at one temperature."""
+    """One prompt of a set at one temperature: so little is lost on Ctrl-C, and processes end together."""
 
     file: str
     temperature: float
-    start: int
-
-    @property
-    def prompts(self) -> slice:
-        """Which of the set's prompts."""
-        return slice(self.start, self.start + PROMPTS_A_TASK)
+    prompt: int
+    """Its place in the set."""
 
 
 @dataclass
@@ -119,20 +112,20 @@ class Session:
             evaluate(self.target, self.drafter, [prompt], tokens, (), temperature=temperature)
 
     def measure(self, task: Task) -> Measured:
-        """Decode a task's prompts; an open chat goes on with the target's own answers."""
+        """Decode a task's prompt; an open chat goes on with the target's own answers."""
         settings, stop = self.resolved.config.evaluation, self.resolved.special.stop
         measured = Measured(DecodeCounts.zeros(self.drafter.block_size))
-        own: dict[tuple[int, ...], PlainOutput] = {}
 
         def keep(counts: DecodeCounts, decoded: Decoded) -> None:
             measured.examined.append(decoded.examined())
 
-        prompts = self.sets[task.file][task.prompts]
-        while prompts:
+        prompt: EvalPrompt | None = self.sets[task.file][task.prompt]
+        while prompt is not None:
+            own: dict[tuple[int, ...], PlainOutput] = {}
             measured.counts += evaluate(
                 self.target,
                 self.drafter,
-                [prompt.input_ids for prompt in prompts],
+                [prompt.input_ids],
                 settings.max_new_tokens,
                 stop,
                 temperature=task.temperature,
@@ -140,18 +133,10 @@ class Session:
                 on_prompt=keep,
                 own_outputs=own,
             )
-            prompts = list(self._later_turns(prompts, own))
+            (answer,) = own.values()
+            text = self.resolved.renderer.decode([token for token in answer.tokens if token not in stop])
+            prompt = follow_up(prompt, text, self.resolved.renderer)
         return measured
-
-    def _later_turns(
-        self, prompts: Sequence[EvalPrompt], own: dict[tuple[int, ...], PlainOutput]
-    ) -> Iterator[EvalPrompt]:
-        renderer, stop = self.resolved.renderer, self.resolved.special.stop
-        for prompt in prompts:
-            answer = own[tuple(prompt.input_ids.tolist())].tokens
-            text = renderer.decode([token for token in answer if token not in stop])
-            if (later := follow_up(prompt, text, renderer)) is not None:
-                yield later
 
 
 def prompt_sets(resolved: Resolved) -> dict[str, list[EvalPrompt]]:
@@ -184,15 +169,14 @@ def measure_draft(source: Source, workers: int = 1, progress: Progress = lambda 
     resolved = resolve(draft.config)
     sets = prompt_sets(resolved)
     tasks = [
-        Task(file, temperature, start)
+        Task(file, temperature, prompt)
         for temperature in settings.temperatures
         for file, prompts in sets.items()
-        for start in range(0, len(prompts), PROMPTS_A_TASK)
+        for prompt in range(len(prompts))
     ]
-    total = len(settings.temperatures) * sum(map(len, sets.values()))
     block = draft.shape.config.block_size
-    done, parts = 0, {}
-    progress(done, total)
+    parts: dict[Task, Measured] = {}
+    progress(0, len(tasks))
     if workers == 1:
         session = Session.open(draft, resolved, sets)
         carried_out = ((task, session.measure(task)) for task in tasks)
@@ -201,8 +185,7 @@ def measure_draft(source: Source, workers: int = 1, progress: Progress = lambda 
     try:
         for task, measured in carried_out:
             parts[task] = measured
-            done += len(sets[task.file][task.prompts])
-            progress(done, total)
+            progress(len(parts), len(tasks))
     except KeyboardInterrupt:
         if not parts:
             raise
@@ -212,7 +195,8 @@ def measure_draft(source: Source, workers: int = 1, progress: Progress = lambda 
             empty = Measured(DecodeCounts.zeros(block))
             so_far = results.setdefault((task.temperature, task.file), empty)
             so_far += parts[task]
-    return {**_result(draft, results, workers), "conversations": {"decoded": done, "planned": total}}
+    conversations = {"decoded": len(parts), "planned": len(tasks)}
+    return {**_result(draft, results, workers), "conversations": conversations}
 
 
 def _side_by_side(tasks: Sequence[Task], source: Source, workers: int) -> Iterator[tuple[Task, Measured]]:
