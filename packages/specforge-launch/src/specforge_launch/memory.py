@@ -239,23 +239,19 @@ def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: i
 
 
 def predict_server(
-    config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: int | None
+    config: RunConfig, target: TargetShape, states: int, *, on_gpu: bool, capacity: int | None
 ) -> MemoryPlan:
     """The peak of one rank of a disaggregated run's capture server, which captures one sample at a time.
 
     Args:
         config: the run.
         target: the target's shape.
+        states: bytes of a token's captured states.
         on_gpu: whether servers compute on GPUs.
         capacity: bytes that each of its ranks has.
     """
-    tokens = config.data.max_length
-    layers = config.draft.target_layer_ids or default_layer_ids(target.num_layers)
-    state = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
-    states = (len(layers) + 1) * target.hidden_size * state
-    return MemoryPlan(
-        _target_parts(config, target, config.engine.tp_size, tokens, states, on_gpu=on_gpu), capacity
-    )
+    island, tokens = config.engine.tp_size, config.data.max_length
+    return MemoryPlan(_target_parts(config, target, island, tokens, states, on_gpu=on_gpu), capacity)
 
 
 def require_room_to_measure(config: RunConfig, target: TargetShape, memory: MemoryPlan) -> None:

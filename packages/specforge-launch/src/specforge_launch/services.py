@@ -94,8 +94,8 @@ def plan_capture(
     state = ELEMENT_BYTES[
         target.dtype.removeprefix("torch.") if config.target.dtype == "auto" else config.target.dtype
     ]
-    width = (len(layers) + (config.draft.method != "dflash")) * target.hidden_size
-    sample, window = config.data.max_length * width * state, config.batches.global_batch_size
+    states = (len(layers) + (config.draft.method != "dflash")) * target.hidden_size * state
+    sample, window = config.data.max_length * states, config.batches.global_batch_size
     marks = deployment.production.watermarks(window, window * sample)
     return CapturePlan(
         services=_services(config, target, device, num_gpus),
@@ -106,7 +106,7 @@ def plan_capture(
         low_samples=marks.low_samples,
         high_bytes=marks.high_bytes,
         low_bytes=marks.low_bytes,
-        server_memory=predict_server(config, target, on_gpu=device == "cuda", capacity=capacity),
+        server_memory=predict_server(config, target, states, on_gpu=device == "cuda", capacity=capacity),
     )
 
 
