@@ -299,7 +299,7 @@ def main() -> None:
     )
     target = transformers_target(resolved, device)
     prompts = resolved.prompts()
-    plan = PromptPlan.of_run(config, len(prompts), prompts.fingerprint, prompts.lengths())
+    plan = PromptPlan.of_run(config, len(prompts), prompts.fingerprint, prompts.lengths)
     shape = shape_of(resolved)
     model = DSpark().build(shape)
     model.init_weights(config.seed)

@@ -60,7 +60,7 @@ def groups() -> dict[str, list[int]]:
 
 
 def batches(config: RunConfig, target: SGLangTarget, prompts: PromptSet) -> list[dict[str, Any]]:
-    plan = PromptPlan.of_run(config, len(prompts), prompts.fingerprint, prompts.lengths())
+    plan = PromptPlan.of_run(config, len(prompts), prompts.fingerprint, prompts.lengths)
     island, place = config.topology.island_of(dist.get_rank())
     stream = LocalRolloutStream(target, prompts, plan, island=island, rank=place)
     return [fields(batch) for batch in stream]

@@ -90,7 +90,7 @@ def prepare(config: RunConfig, report: Report = lambda event: None) -> Prepared:
     prompts = resolved.prompts(
         lambda rows, share: report({"stage": "prompts", "done": round(100 * share), "total": 100})
     )
-    plan = PromptPlan.of_run(config, len(prompts), prompts.fingerprint, prompts.lengths())
+    plan = PromptPlan.of_run(config, len(prompts), prompts.fingerprint, prompts.lengths)
     return Prepared(resolved, prompts, plan)
 
 

@@ -14,7 +14,7 @@ number of islands and ranks.
 Invariant: the plan is a pure function of its fields. It starts at any step without touching earlier epochs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeVar
@@ -74,9 +74,15 @@ class PromptPlan:
 
     @classmethod
     def of_run(
-        cls, config: RunConfig, num_rows: int, fingerprint: str, lengths: np.ndarray | None = None
+        cls,
+        config: RunConfig,
+        num_rows: int,
+        fingerprint: str,
+        lengths: Callable[[], np.ndarray] | None = None,
     ) -> "PromptPlan":
-        """The plan of a run over a prompt set of `num_rows` rows."""
+        """The plan of a run over a prompt set of `num_rows` rows, whose lengths are read only if they are
+        needed.
+        """
         return cls(
             num_rows=num_rows,
             fingerprint=fingerprint,
@@ -88,7 +94,7 @@ class PromptPlan:
             batch_size=config.batches.batch_size,
             accumulation=config.batches.accumulation,
             group_by_length=config.data.group_by_length,
-            lengths=lengths,
+            lengths=lengths() if config.data.group_by_length and lengths else None,
         )
 
     @property
