@@ -27,20 +27,26 @@ def reference(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale:
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
+def packed_reference(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float) -> Tensor:
+    """`reference` over documents of `LENGTHS`."""
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    place = torch.arange(sum(LENGTHS))
+    allowed = (document[:, None] == document) & (place[:, None] >= place)
+    if window is not None:
+        allowed &= place[:, None] - place < window
+    return reference(query, key, value, allowed, scale)
+
+
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 def test_documents_do_not_mix(window: int | None) -> None:
     total = sum(LENGTHS)
     query, key, value = states(total, HEADS), states(total, KV_HEADS), states(total, KV_HEADS)
-    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    place = torch.arange(total)
-    allowed = (document[:, None] == document) & (place[:, None] >= place)
-    if window is not None:
-        allowed &= place[:, None] - place < window
     module: Any = SimpleNamespace(is_causal=True)
     found, _ = packed_attention(
         module, query, key, value, None, scaling=0.3, sliding_window=window, documents=documents(LENGTHS)
     )
-    torch.testing.assert_close(found, reference(query, key, value, allowed, 0.3), rtol=0, atol=1e-12)
+    expected = packed_reference(query, key, value, window, 0.3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -63,15 +69,19 @@ def test_attention_that_cannot_be_packed_is_refused(option: dict[str, Any]) -> N
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="variable-length attention runs on CUDA")
-@pytest.mark.parametrize("window", [None, 4])
-def test_variable_length_attention_equals_sdpa(window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 4, 20])
+# bfloat16 keeps eight bits of the result.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_variable_length_attention_keeps_documents_apart(
+    window: int | None, dtype: torch.dtype, tolerance: float
+) -> None:
     total = sum(LENGTHS)
-    packed = [states(total, heads).cuda().bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    packed = [states(total, heads).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     module: Any = SimpleNamespace(is_causal=True)
     offsets = documents(LENGTHS)
     on_device = Documents(offsets.offsets, offsets.cu_seqlens.cuda(), offsets.longest)
-    fast, _ = packed_attention(module, *packed, None, sliding_window=window, documents=on_device)
-    wide = [x.float() for x in packed]
-    slow, _ = packed_attention(module, *wide, None, sliding_window=window, documents=on_device)
-    # bfloat16 keeps eight bits of the inputs and of the result.
-    torch.testing.assert_close(fast.float(), slow, rtol=2e-2, atol=2e-2)
+    found, _ = packed_attention(
+        module, *(x.cuda() for x in packed), None, scaling=0.3, sliding_window=window, documents=on_device
+    )
+    expected = packed_reference(*(x.double() for x in packed), window, 0.3)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
