@@ -51,9 +51,9 @@ LEARNED = 0.9
 """Share of the first loss that the last one must be below."""
 STATES, TOPICS, SUCCESSORS = 1024, 4, (0.6, 0.25, 0.1, 0.05)
 """Tokens of a chain, chains, and the probabilities of a token's successors."""
-SPAN = 64
-"""Tokens after which a document draws its chain anew: steps of one chain alone would be batches so unlike one
-another that the confidence loss jumps between 3 and 17, and there curves part by rounding alone."""
+SPAN = 32
+"""Tokens of a document along one chain. All chains take turns, in an order that each round draws anew: a step
+that misses one is followed by spikes of the confidence loss, and there curves part by rounding alone."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ def chain(arguments: argparse.Namespace, device: "torch.device", dtype: "torch.d
 
     def batch(step: int) -> FeatureBatch:
         generator, size = np.random.default_rng((1, step)), lengths[step % len(lengths)]
-        topics = generator.integers(TOPICS, size=-(-size // SPAN)).repeat(SPAN)[:size]
+        rounds = [generator.permutation(TOPICS) for _ in range(-(-size // (TOPICS * SPAN)))]
+        topics = np.concatenate(rounds).repeat(SPAN)[:size]
         token, tokens = generator.integers(states), []
         for topic, choice in zip(topics, generator.choice(len(SUCCESSORS), size, p=SUCCESSORS), strict=True):
             tokens.append(token)

@@ -51,6 +51,7 @@ def test_a_run_killed_at_step_40_of_60_takes_each_sample_once(launch: Callable[.
         "evaluation.prompts=[]",
         "evaluation.interval=0",
         "training.epochs=5",
+        "data.group_by_length=8",
         f"training.max_steps={STEPS}",
         "training.save_every=25",
     ]
@@ -67,9 +68,11 @@ def test_a_run_killed_at_step_40_of_60_takes_each_sample_once(launch: Callable[.
     assert resumed.code == 0, resumed
     assert [row["step"] for row in resumed.rows()] == list(range(1, STEPS + 1))
     ranks = [samples(resumed, rank) for rank in range(RANKS)]
-    taken = [tuple(sample[:2]) for step in zip(*ranks, strict=True) for part in step for sample in part]
-    planned = [(epoch, position) for epoch in range(5) for position in range(48)]
-    assert taken == planned[: STEPS * BATCH]
+    taken = [sample for step in zip(*ranks, strict=True) for part in step for sample in part]
+    planned = [[epoch, position] for epoch in range(5) for position in range(48)]
+    assert [sample[:2] for sample in taken] == planned[: STEPS * BATCH]
+    for epoch in range(5):
+        assert len({name for of, _, name in taken if of == epoch}) == 48
 
 
 def samples(ended: Ended, rank: int) -> list[list[list[Any]]]:

@@ -1,7 +1,8 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tiny_training import SPEC, TinyStats, tiny_config
@@ -11,6 +12,7 @@ from specforge_train.decode import DecodeCounts
 from specforge_train.metrics import HOST_SUMS
 from specforge_train.parallel import World
 from specforge_train.recorder import Recorder
+from specforge_train.timing import Times
 
 
 def test_rows_events_and_totals_of_a_window(tmp_path: Path, world: World) -> None:
@@ -42,6 +44,23 @@ def test_rows_events_and_totals_of_a_window(tmp_path: Path, world: World) -> Non
         {"stage": "evaluate", "step": 2, "tau": None},
     ]
     assert (recorder.spent["samples"], recorder.spent["dropped"]) == (8.0, 2.0)
+
+
+def test_the_window_that_compiles_counts_only_while_there_is_no_other(tmp_path: Path, world: World) -> None:
+    recorder = Recorder(tiny_config(tmp_path), world, Checkpoints(tmp_path, world, {}, SPEC), None)
+    spent = []
+    for step, seconds in enumerate((50.0, 0.5, 0.25), 1):
+        recorder.add_step({"step": step}, dict.fromkeys(HOST_SUMS, 0.0) | {"samples": 4.0}, {}, total_steps=9)
+        measured = recorder.measure(TinyStats(0.0, 0, 0))
+        lap = SimpleNamespace(read=lambda wall=seconds: Times(wall=wall, capture=wall / 2, train=wall / 4))
+        recorder.close_window(replace(measured, lap=cast(Any, lap)))
+        spent.append({name: recorder.spent[name] for name in ("wall", "capture", "timed", "samples")})
+    recorder.close()
+    assert spent == [
+        {"wall": 50.0, "capture": 25.0, "timed": 4.0, "samples": 4.0},
+        {"wall": 0.5, "capture": 0.25, "timed": 4.0, "samples": 8.0},
+        {"wall": 0.75, "capture": 0.375, "timed": 8.0, "samples": 12.0},
+    ]
 
 
 def test_only_rank_0_writes_metrics_and_reports(tmp_path: Path, world: World) -> None:

@@ -60,7 +60,7 @@ def test_six_steps_equal_three_a_resume_and_three(tmp_path: Path, world: World) 
     assert (summary.start_step, summary.steps, summary.samples, summary.stopped) == (3, 6, 24, False)
     for name, value in full_state(whole.model).items():
         assert torch.equal(full_state(second.model)[name], value), name
-    assert summary.seconds > first.seconds > 0
+    assert min(first.samples_per_s, summary.samples_per_s) > 0
     finished = tiny_trainer(parted, 6, world=world).train()
     assert replace(finished, start_step=3, last=summary.last) == summary
     assert rows(tmp_path / "parted") == rows(tmp_path / "whole")

@@ -185,7 +185,7 @@ def shard(model: DraftModel, world: World, dtype: torch.dtype) -> DraftModel:
     # The root's backward starts right after its forward: gathering it twice would gain nothing.
     fully_shard(model, mesh=world.mesh, reshard_after_forward=False, mp_policy=policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and world.size > 1:  # a rank alone would divide by one, a pass more
             module.set_gradient_divide_factor(1.0)
             # Without it a factor of one becomes NCCL's pre-multiplied sum, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)

@@ -19,7 +19,9 @@ from specforge_train.metrics import JsonLines, Pair, Window, ratios
 from specforge_train.parallel import World
 from specforge_train.timing import Clock, Lap, peak_flops, peak_memory, performance
 
-TOTALS = ("wall", "capture", "train", "samples", "dropped", "skipped")
+TIMED = ("wall", "capture", "train", "timed")
+"""Seconds over all ranks, and the samples that they took."""
+TOTALS = (*TIMED, "samples", "dropped", "skipped")
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -73,6 +75,7 @@ class Recorder:
         """The last row of training metrics."""
         self.spent = dict.fromkeys(TOTALS, 0.0) | checkpoints.totals
         """Totals over closed windows, ranks and starts of the run; seconds, samples, steps."""
+        self._warm_up: dict[str, float] | None = None
         self._world, self._report, self._tp_size = world, report, config.topology.tp_size
         self._window, self._facts = Window(), {}
         self._note = {"dummy_weights": True} if config.dummy_weights else {}
@@ -123,15 +126,18 @@ class Recorder:
             **measured.memory,
         }
         ranks = self._world.gather(mine)
-        for name in ("wall", "capture", "train"):
-            self.spent[name] += sum(rank[name] for rank in ranks)
-        counts = {
-            "samples": window.sums["samples"],
-            "dropped": window.sums["dropped"],
-            "skipped": window.skipped,
-        }
-        for name, value in counts.items():
+        samples = window.sums["samples"]
+        timed = {name: sum(rank[name] for rank in ranks) for name in ("wall", "capture", "train")}
+        timed["timed"] = samples
+        counts = {"samples": samples, "dropped": window.sums["dropped"], "skipped": window.skipped}
+        for name, value in (counts | timed).items():
             self.spent[name] += value
+        if self._warm_up is None:
+            self._warm_up = timed
+        else:  # kernels are compiled in the first window of a start: it counts only until there is another
+            for name, value in self._warm_up.items():
+                self.spent[name] -= value
+            self._warm_up = {}
         self.last = {
             **self._facts,
             **window.ratios(),

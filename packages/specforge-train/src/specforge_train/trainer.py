@@ -63,7 +63,8 @@ class FeatureStream(Protocol):
 
 @dataclass(frozen=True)
 class TrainSummary:
-    """What a run did over all of its starts; times and shares are of steps, not of evaluation and saving."""
+    """What a run did over all of its starts. Rates and shares are of steps, not of evaluation and saving; the
+    first window of each start, in which kernels are compiled, counts only where there is no other."""
 
     steps: int
     """Optimizer steps done."""
@@ -71,8 +72,6 @@ class TrainSummary:
     """Those done before this start."""
     samples: int
     """Samples trained on, over the world."""
-    seconds: float
-    """Time in steps, a mean over ranks."""
     samples_per_s: float
     share_capture: float
     share_train: float
@@ -336,17 +335,16 @@ class Trainer:
 
     def _summary(self) -> TrainSummary:
         spent = self.recorder.spent
-        seconds, wall = spent["wall"] / self.world.size, spent["wall"] or 1.0
+        wall = spent["wall"] or 1.0
         capture, train = spent["capture"] / wall, spent["train"] / wall
         return TrainSummary(
             steps=self.step,
             start_step=self.checkpoints.step,
             samples=int(spent["samples"]),
-            seconds=seconds,
-            samples_per_s=spent["samples"] / seconds if seconds else 0.0,
+            samples_per_s=spent["timed"] / wall * self.world.size,
             share_capture=capture,
             share_train=train,
-            share_bubble=max(0.0, 1.0 - capture - train) if seconds else 0.0,
+            share_bubble=max(0.0, 1.0 - capture - train) if spent["wall"] else 0.0,
             replicas=self.world.replicas,
             skipped=int(spent["skipped"]),
             dropped=int(spent["dropped"]),
