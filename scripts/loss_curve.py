@@ -4,7 +4,7 @@ one, and compare the two loss curves.
 
     python scripts/loss_curve.py                                     # the shipped tiny target's chats
     python scripts/loss_curve.py --data chain                        # H = 2048, V = 32000
-    python scripts/loss_curve.py --data chain --hidden 4096 --vocabulary 151936 --lr 3e-5
+    python scripts/loss_curve.py --data chain --hidden 4096 --vocabulary 151936 --lr 6e-5
     python scripts/loss_curve.py --device cpu --steps 4 --anchors 4  # a rehearsal, interpreted by Triton
     python scripts/loss_curve.py --read loss_curve.json --picture curve.png
 
@@ -47,8 +47,8 @@ SMOOTHED = 10
 """Steps of a running mean."""
 CHAIN_LR = 1.2e-4
 """At five times this rate the loss of a chain passes through spikes, on either path, at which curves part."""
-LEARNED = 0.9
-"""Share of the first loss that the last one must be below."""
+LEARNED = 0.95
+"""Share of the first steps' mean loss that the last steps' must be below."""
 STATES, TOPICS, SUCCESSORS = 1024, 4, (0.6, 0.25, 0.1, 0.05)
 """Tokens of a chain, chains, and the probabilities of a token's successors."""
 SPAN = 32
