@@ -114,6 +114,10 @@ def test_two_nodes_train_as_one_rank_and_wait_for_slow_prompts(
         "deployment.trainer.timeout_seconds=10",
         f"data.cache_dir={tmp_path}",
     ]
+    # What a start of four ranks left, whose last one failed.
+    errors = whole.folder.parent / "nodes" / "errors"
+    errors.mkdir(parents=True)
+    (errors / "rank-3.json").write_text(json.dumps({"rank": 3, "peer": False, "time": time.time()}))
     config = load_run(whole.folder / "resolved.yaml", [f"data.cache_dir={tmp_path}"])
     facts = resolve(config)
     key = cache_key(config.data, facts.renderer, facts.target.vocab_size, facts.mask_token_id)

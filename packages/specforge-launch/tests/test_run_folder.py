@@ -48,12 +48,20 @@ def test_clearing_keeps_checkpoints_and_results(tmp_path: Path) -> None:
         folder.metrics,
         folder.untrained,
     )
-    gone = (folder.stop, folder.progress, folder.errors / "rank-0.json", folder.error("producer"))
+    gone = (
+        folder.stop,
+        folder.progress,
+        folder.errors / "rank-0.json",
+        folder.errors / "rank-3.json",  # of another node, or of a run of more ranks
+        folder.exits(0),
+        folder.exits(1),
+        folder.error("producer"),
+    )
     for path in (*kept, *gone):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
     folder.clear(["producer"])
-    folder.clear_node(0, [0, 1])
+    folder.clear_node(0)
     assert all(path.exists() for path in kept)
     assert not any(path.exists() for path in gone)
     assert folder.has_checkpoint
@@ -72,5 +80,8 @@ def test_a_follower_reads_whole_lines_from_where_it_began(tmp_path: Path) -> Non
         file.write("ee\n")
         file.flush()
         assert follower.lines() == ["three"]
+        file.write("loading 0%\rloading 50%\rloading 100%\nby\u2028word\n")
+        file.flush()
+        assert follower.lines() == ["loading 100%", "by\u2028word"]
     path.write_text("anew\n")
     assert follower.lines() == ["anew"]

@@ -11,7 +11,7 @@ from tiny_training import tiny_config, tiny_trainer
 
 from specforge_config.deployment import TrainerNodes
 from specforge_config.topology import Topology
-from specforge_train.abort import abort_on_error, read_errors
+from specforge_train.abort import _is_peer_failure, abort_on_error, read_errors
 from specforge_train.parallel import start_world
 
 
@@ -63,6 +63,19 @@ def fail_inside_a_collective(folder: str) -> None:
         if world.rank == 1:
             raise KeyError("what went wrong")
         dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("error", "peer"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"), True),
+        (RuntimeError("an error of its own"), False),
+        (type("StoreError", (RuntimeError,), {})("the store: Connection reset by peer"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+    ],
+)
+def test_only_lost_ranks_are_peers(error: Exception, peer: bool) -> None:
+    assert _is_peer_failure(error) == peer
 
 
 def test_a_failing_rank_ends_the_others_with_its_reason(tmp_path: Path) -> None:

@@ -94,6 +94,12 @@ def test_a_row_is_written_once_the_next_step_is_queued(tmp_path: Path, world: Wo
     assert summary.last["step"] == 5
 
 
+def test_a_stop_in_the_last_step_is_left_for_what_follows(tmp_path: Path, world: World) -> None:
+    summary = tiny_trainer(tiny_config(tmp_path), 3, world=world, change=stop_at(tmp_path, 3)).train()
+    assert (summary.steps, summary.stopped) == (3, False)
+    assert (tmp_path / "stop").exists()
+
+
 @pytest.mark.parametrize(("log_every", "kept"), [(1, [1, 2, 3]), (2, [2])])
 def test_a_failure_loses_no_row_that_is_due(
     tmp_path: Path, world: World, log_every: int, kept: list[int]

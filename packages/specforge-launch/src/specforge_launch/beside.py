@@ -127,9 +127,8 @@ class Beside:
         """Show what was printed since the last call."""
         for running in self._running:
             for line in running.log.lines():
-                text = line.rstrip().rpartition("\r")[2]  # of a bar that is drawn over itself, the last state
-                if text:
-                    self._tell(f"{running.service.name} | {text}")
+                if line:
+                    self._tell(f"{running.service.name} | {line}")
 
     def failure(self) -> Failure | None:
         """How one that ended too early did, the first in their order; None while all is well."""

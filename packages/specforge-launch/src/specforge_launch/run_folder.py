@@ -60,10 +60,13 @@ class RunFolder:
         for name in services:
             self.error(name).unlink(missing_ok=True)
 
-    def clear_node(self, node: int, ranks: Iterable[int]) -> None:
-        """Remove what an earlier start of a node's ranks left: errors; on node 0 progress and a stop request
-        too."""
-        stale = [self.exits(node), *(self.errors / f"rank-{rank}.json" for rank in ranks)]
+    def clear_node(self, node: int) -> None:
+        """Remove what an earlier start of ranks left: errors; on node 0 progress and a stop request too.
+
+        Errors of all nodes' ranks, also of more ranks than this run has: none of its own can be among them,
+        for ranks start once all nodes have met.
+        """
+        stale = [*self.errors.glob("rank-*.json"), *self.errors.glob("exits.node*.json")]
         for path in (*stale, *((self.stop, self.progress) if node == 0 else ())):
             path.unlink(missing_ok=True)
 
@@ -96,7 +99,7 @@ class Follower:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def lines(self) -> list[str]:
-        """The lines that were finished since the last call."""
+        """The lines that were finished since the last call; of a bar that is drawn over itself, its end."""
         if not self._path.exists():
             return []
         if self._path.stat().st_size < self._offset:  # begun anew
@@ -105,4 +108,5 @@ class Follower:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole + newline)
-        return whole.decode(errors="replace").splitlines() if newline else []
+        lines = whole.decode(errors="replace").split("\n") if newline else []
+        return [line.rstrip().rpartition("\r")[2] for line in lines]

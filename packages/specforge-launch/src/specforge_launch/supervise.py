@@ -146,7 +146,7 @@ def _train(
     view: View,
 ) -> _Outcome:
     """Run a node's ranks, and what belongs beside them, until the ranks end."""
-    folder.clear_node(node, [process.rank for process in plan.processes if process.node == node])
+    folder.clear_node(node)
     outcome, agent = _Outcome({}), None
     try:
         beside.start(lambda: requests.count > 0)

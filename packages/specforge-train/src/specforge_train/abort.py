@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 PEER_GRACE_SECONDS = 1.5
@@ -36,7 +37,9 @@ ABORT_SECONDS = 5.0
 GLOO_LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Read error \[|Broken pipe|Timed out waiting \d+ms"
 )
-"""How gloo tells that a peer went away or did not come; it raises plain RuntimeErrors."""
+"""How gloo tells that a peer went away or did not come."""
+GLOO_RAISES = (RuntimeError, CheckpointException)
+"""These types themselves: subclasses tell of other connections, such as a store's, in the same words."""
 
 
 @contextmanager
@@ -125,7 +128,7 @@ def end_process() -> None:
 def _is_peer_failure(error: BaseException) -> bool:
     """Whether a collective failed because the other side went away or did not come."""
     lost = isinstance(error, dist.DistBackendError | dist.DistNetworkError)
-    return lost or GLOO_LOST_PEER.search(str(error)) is not None
+    return lost or (type(error) in GLOO_RAISES and GLOO_LOST_PEER.search(str(error)) is not None)
 
 
 def _origin(folder: Path, rank: int, size: int) -> str:

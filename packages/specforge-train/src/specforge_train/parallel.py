@@ -108,7 +108,8 @@ def start_world(trainer: TrainerNodes, topology: Topology, sharding: str) -> Wor
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        cores = len(os.sched_getaffinity(0))
+        own = getattr(os, "sched_getaffinity", None)  # Linux
+        cores = len(own(0)) if own else os.cpu_count() or 1
         torch.set_num_threads(trainer.cpu_threads or max(1, cores // trainer.nproc_per_node))
     timeout = timedelta(seconds=trainer.timeout_seconds)
     # Objects (checkpoint plans, manifests) travel over gloo on the host, tensors over NCCL.
@@ -206,25 +207,22 @@ def set_last_micro_step(model: nn.Module, last: bool, sharding: str) -> None:
 def require_equal_replicas(model: nn.Module, world: World) -> None:
     """Check that the draft's replicas hold the same parameters, bit for bit. A collective.
 
-    Each rank sums the bit patterns of each of its shards, a pass over them on the device; the sums are
-    compared with those of the first replica.
+    The first replica sends its shards to the others, a tensor at a time.
 
     Raises:
         RuntimeError: on every rank, naming parameters that differ.
     """
     if world.replicas == 1:
         return
-    names, values = zip(*((name, local(p.detach())) for name, p in model.named_parameters()), strict=True)
-    mine = torch.stack([value.contiguous().view(torch.int32).sum(dtype=torch.int64) for value in values])
-    sums = world.gather(mine.tolist())
-    first, *others = world.mesh.mesh.tolist()
-    differing = {
-        name
-        for replica in others
-        for rank, reference in zip(replica, first, strict=True)
-        for name, a, b in zip(names, sums[rank], sums[reference], strict=True)
-        if a != b
-    }
+    group, mine = world.mesh.get_group("replica"), []
+    for name, parameter in model.named_parameters():
+        bits = local(parameter.detach()).contiguous().view(torch.int32)
+        first = bits.clone()
+        if first.numel():  # a tensor of few rows may have none for this shard
+            dist.broadcast(first, group=group, group_src=0)
+        if not torch.equal(first, bits):
+            mine.append(name)
+    differing = {name for names in world.gather(mine) for name in names}
     if differing:
         raise RuntimeError(
             f"the {world.replicas} replicas of the draft differ in {len(differing)} parameters, such as "

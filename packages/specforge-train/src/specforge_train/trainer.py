@@ -176,8 +176,8 @@ class Trainer:
             if self.checkpoints.newest_step < self.step:
                 self.save()
             self.recorder.close()
-            if self._stopping and self.world.main:
-                self._stop_file.unlink(missing_ok=True)
+            if self._stopping and self.step < self.total_steps and self.world.main:
+                self._stop_file.unlink(missing_ok=True)  # after the last step it still stops the evaluation
         return self._summary()
 
     def train_step(self) -> None:
