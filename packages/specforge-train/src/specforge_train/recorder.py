@@ -19,9 +19,8 @@ from specforge_train.metrics import JsonLines, Pair, Window, ratios
 from specforge_train.parallel import World
 from specforge_train.timing import Clock, Lap, peak_flops, peak_memory, performance
 
-TIMED = ("wall", "capture", "train", "timed")
-"""Seconds over all ranks, and the samples that they took."""
-TOTALS = (*TIMED, "samples", "dropped", "skipped")
+TOTALS = ("wall", "capture", "train", "timed", "samples", "dropped", "skipped")
+"""`timed` are the samples that the seconds `wall`, `capture` and `train` of all ranks were spent on."""
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -75,7 +74,7 @@ class Recorder:
         """The last row of training metrics."""
         self.spent = dict.fromkeys(TOTALS, 0.0) | checkpoints.totals
         """Totals over closed windows, ranks and starts of the run; seconds, samples, steps."""
-        self._warm_up: dict[str, float] | None = None
+        self._warm_up: dict[str, float] = {}
         self._world, self._report, self._tp_size = world, report, config.topology.tp_size
         self._window, self._facts = Window(), {}
         self._note = {"dummy_weights": True} if config.dummy_weights else {}
@@ -130,14 +129,10 @@ class Recorder:
         timed = {name: sum(rank[name] for rank in ranks) for name in ("wall", "capture", "train")}
         timed["timed"] = samples
         counts = {"samples": samples, "dropped": window.sums["dropped"], "skipped": window.skipped}
+        # Kernels are compiled in the first window of a start: its times count only until there is another.
         for name, value in (counts | timed).items():
-            self.spent[name] += value
-        if self._warm_up is None:
-            self._warm_up = timed
-        else:  # kernels are compiled in the first window of a start: it counts only until there is another
-            for name, value in self._warm_up.items():
-                self.spent[name] -= value
-            self._warm_up = {}
+            self.spent[name] += value - self._warm_up.get(name, 0.0)
+        self._warm_up = {} if self.last else timed
         self.last = {
             **self._facts,
             **window.ratios(),
