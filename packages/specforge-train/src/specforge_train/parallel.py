@@ -4,8 +4,8 @@ Invariant: the sharded parameters are the float32 master weights, and a paramete
 gradients over all ranks and micro-steps, reduced in float32. Whoever divides (by the world's sum of loss
 weights) does so after the reduction, so the result does not depend on how samples are spread over ranks.
 
-A mesh is (replica, shard): parameters are cut over `shard` and equal over `replica`. One path for every
-world, a world of one rank included.
+A mesh is (replica, shard): parameters are cut over `shard` by FSDP and equal over `replica`. With one shard
+nothing is cut (`whole`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from specforge_config.deployment import TrainerNodes
 from specforge_config.topology import Topology
 from specforge_train.methods.base import DraftModel
+from specforge_train.whole import WholeCopies
 
 T = TypeVar("T")
+_WHOLE = "whole_copies"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class World:
     def replicas(self) -> int:
         """Copies of the draft over which the mesh spreads."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks that a copy of the draft is cut over."""
+        return self.mesh.size(self.mesh.ndim - 1)
 
     def sum_(self, vector: Tensor) -> Tensor:
         """Sum a tensor on `device` over all ranks, in place; every rank gets bitwise the same result."""
@@ -167,7 +174,8 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def shard(model: DraftModel, world: World, dtype: torch.dtype) -> DraftModel:
     """Cut a model over the world's mesh: one unit for each of `model.layers`, one for the rest.
 
-    Its forward then computes in `dtype` and its backward leaves summed float32 gradients in the shards.
+    Its forward then computes in `dtype` and its backward leaves summed float32 gradients in the shards. Where
+    a rank's shard is all of it, nothing is cut: FSDP would pack and copy as if it were.
 
     Args:
         model: the draft on the meta device, to be given storage by `to_empty` and values afterwards, so that
@@ -176,8 +184,17 @@ def shard(model: DraftModel, world: World, dtype: torch.dtype) -> DraftModel:
         dtype: element type of the gathered parameters.
 
     Returns:
-        `model` itself, now an `FSDPModule`.
+        `model` itself, now an `FSDPModule` or one with `whole_copies`.
     """
+    if world.shards == 1:
+        replicas = world.mesh.get_group("replica") if world.replicas > 1 else None
+        setattr(model, _WHOLE, WholeCopies(model, model.layers, dtype, replicas))
+        return model
+    return cut(model, world, dtype)
+
+
+def cut(model: DraftModel, world: World, dtype: torch.dtype) -> DraftModel:
+    """`shard` by FSDP."""
     # Inputs are left alone: they are records whose float32 weights must not be cast to `dtype`.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard = world.sharding in ("full", "hybrid")
@@ -186,7 +203,7 @@ def shard(model: DraftModel, world: World, dtype: torch.dtype) -> DraftModel:
     # The root's backward starts right after its forward: gathering it twice would gain nothing.
     fully_shard(model, mesh=world.mesh, reshard_after_forward=False, mp_policy=policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule) and world.size > 1:  # a rank alone would divide by one, a pass more
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Without it a factor of one becomes NCCL's pre-multiplied sum, which gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
@@ -197,6 +214,9 @@ def set_last_micro_step(model: nn.Module, last: bool, sharding: str) -> None:
     """Before a micro-step: reduce gradients only in the last one of the optimizer step, accumulate locally in
     the others.
     """
+    if (copies := getattr(model, _WHOLE, None)) is not None:
+        copies.last = last
+        return
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
