@@ -3,12 +3,19 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from specforge_config.deployment import Disaggregated, TrainerNodes
+from specforge_config.deployment import Disaggregated, TrainerNodes, cores
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:29500", "node-0.cluster:1", "[fe80::1]:65535"])
 def test_nodes_multiply_ranks(address: str) -> None:
     assert TrainerNodes(nnodes=2, nproc_per_node=4, rendezvous=address).world_size == 8
+
+
+def test_ranks_share_the_cores_on_a_cpu_and_take_one_beside_a_gpu() -> None:
+    alone, many = TrainerNodes(), TrainerNodes(nproc_per_node=1024)
+    assert alone.threads(on_gpu=False) == cores()
+    assert many.threads(on_gpu=False) == alone.threads(on_gpu=True) == 1
+    assert {TrainerNodes(cpu_threads=4).threads(on_gpu=on_gpu) for on_gpu in (True, False)} == {4}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Where the run's processes stand: a union over deployments."""
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -8,6 +9,11 @@ from pydantic import Field, PositiveFloat, PositiveInt, Tag
 from specforge_config.base import Config, InputPath, host_and_port, repeated, tagged
 from specforge_config.producer import ConsumerConfig, ProducerConfig
 from specforge_config.store import MooncakeStore, StoreConfig
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class TrainerNodes(Config):
@@ -26,12 +32,21 @@ class TrainerNodes(Config):
     timeout_seconds: PositiveFloat = 600.0
     """How long a collective may wait for a peer before the run is aborted."""
     cpu_threads: PositiveInt | None = None
-    """Threads of each rank on a CPU; default: the node's cores over its ranks."""
+    """Threads that each rank computes with on the host; default: the node's cores over its ranks on a CPU,
+    one beside a GPU."""
 
     @property
     def world_size(self) -> int:
         """Ranks over all nodes."""
         return self.nnodes * self.nproc_per_node
+
+    def threads(self, *, on_gpu: bool) -> int:
+        """Threads that each rank computes with on the host, which is this machine.
+
+        Beside a GPU the host handles small arrays only. OpenMP threads spin for a while after each of them,
+        so that they hold every core, and the next one waits for those that other processes need.
+        """
+        return self.cpu_threads or (1 if on_gpu else max(1, cores() // self.nproc_per_node))
 
     def _faults(self) -> Iterator[str]:
         if self.nnodes > 1 and self.rendezvous is None:

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from specforge_launch.machine import cores, main_memory
+from specforge_config.deployment import cores
+from specforge_launch.machine import main_memory
 from specforge_launch.show import bytes_text
 
 _GIB = 1 << 30

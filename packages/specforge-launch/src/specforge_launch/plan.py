@@ -13,7 +13,7 @@ from specforge_capture.sglang.engine_args import resolve_engine_arguments
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape, read_target_shape
 from specforge_config.unbuilt import not_implemented
-from specforge_launch.machine import cores, gpu_memory, main_memory
+from specforge_launch.machine import gpu_memory, main_memory
 from specforge_launch.memory import MemoryPlan, predict, require_room_to_measure
 from specforge_launch.nodes import NodePlan, plan_nodes
 from specforge_launch.run_folder import RunFolder
@@ -74,7 +74,7 @@ class RunPlan:
     processes: tuple[Process, ...]
     """The ranks."""
     threads_per_rank: int
-    """Threads that a rank computes with on the CPU."""
+    """Threads that a rank computes with on the host."""
     rendezvous: Rendezvous
     engine_args: dict[str, object]
     memory: MemoryPlan
@@ -147,7 +147,6 @@ def make_plan(config: RunConfig, source: str = "RECIPE") -> RunPlan:
     port = Rendezvous("c10d", "127.0.0.1:0", trainer.run_id)
     if trainer.nnodes > 1:
         port = Rendezvous("static", str(trainer.rendezvous), trainer.run_id)
-    threads = trainer.cpu_threads or max(1, cores() // trainer.nproc_per_node)
     memory = predict(config, target, on_gpu=on_gpu, capacity=capacity)
     capture = None
     if config.deployment.mode == "disaggregated":
@@ -161,7 +160,7 @@ def make_plan(config: RunConfig, source: str = "RECIPE") -> RunPlan:
         islands=tuple(tuple(island) for island in topology.islands),
         mesh=topology.mesh_shape(config.training.sharding),
         processes=tuple(_process(config, rank, on_gpu) for rank in range(topology.world_size)),
-        threads_per_rank=threads,
+        threads_per_rank=trainer.threads(on_gpu=on_gpu),
         rendezvous=port,
         engine_args=_engine_args(config, target, on_gpu=on_gpu),
         memory=memory,

@@ -2,7 +2,7 @@
 
 Both are the trainer's own model, inputs, loss and update. `DSparkStep` keeps weights, gradients and moments
 in bf16 and shards nothing, as the trainers it is compared with do. `TrainerStep` is a rank of a real run in a
-world of one: FSDP, float32 master weights and moments.
+world of one: float32 master weights, gradients and moments.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class DSparkStep:
 
 
 class TrainerStep(DSparkStep):
-    """float32 master weights, gradients and moments, sharded over a world of this process."""
+    """float32 master weights, gradients and moments in a world of this process."""
 
     def build(self) -> DraftModel:
-        """The sharded model, its weights undefined."""
+        """The model with its masters, weights undefined."""
         self.world = start_world(
             TrainerNodes(device="cuda" if self.device.type == "cuda" else "cpu"), Topology(1), "grad_op"
         )

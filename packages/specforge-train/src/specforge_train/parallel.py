@@ -114,10 +114,7 @@ def start_world(trainer: TrainerNodes, topology: Topology, sharding: str) -> Wor
     device = _device(trainer, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        own = getattr(os, "sched_getaffinity", None)  # Linux
-        cores = len(own(0)) if own else os.cpu_count() or 1
-        torch.set_num_threads(trainer.cpu_threads or max(1, cores // trainer.nproc_per_node))
+    torch.set_num_threads(trainer.threads(on_gpu=device.type == "cuda"))
     timeout = timedelta(seconds=trainer.timeout_seconds)
     # Objects (checkpoint plans, manifests) travel over gloo on the host, tensors over NCCL.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -132,9 +132,12 @@ def _settings(config: RunConfig, renderer: ChatRenderer) -> dict[str, Any]:
 
 
 def _load(config: RunConfig, dtype: str) -> PreTrainedModel:
-    device = config.deployment.trainer.device
+    trainer = config.deployment.trainer
+    device = trainer.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.set_num_threads(trainer.threads(on_gpu=True))
     model: Any = load_model(config.target.path, getattr(torch, dtype))
     return model.to(device)
 

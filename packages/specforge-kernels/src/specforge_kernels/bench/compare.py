@@ -2,7 +2,7 @@
 
 A package declares its steps as entry points of the group `specforge_kernels.steps`, each a
 `Build`: `(shapes, device) -> Contender`. specforge-train declares `dspark` (weights, gradients and moments in
-bf16 as the peers keep them) and `trainer` (float32 master weights under FSDP, a rank of a real run).
+bf16 as the peers keep them) and `trainer` (float32 master weights, a rank of a real run).
 """
 
 import dataclasses
