@@ -138,6 +138,10 @@ def check_whole_copies_equal_fsdp() -> None:
             update(optimizer, ADAM.lr, CLIP, torch.tensor(WEIGHTS, dtype=torch.float64), squared)
     for have, want in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(have, local(want))
+    for model in models:  # weights that are set without a step count at once
+        for name, parameter in model.named_parameters():
+            set_full(parameter, values[name])
+    assert torch.equal(*(model(inputs(0, 0, 0).bfloat16()) for model in models))
     world.close()
 
 

@@ -1,9 +1,9 @@
 """The predicted peak of memory a rank, by part: arithmetic over shapes, without torch or a weight.
 
 A draft with P parameters over S shards (float32 master weights, gradients and two Adam moments): 16 P / S
-bytes stay on a rank, beside a copy in the computation's type. With S = 1 that copy is whole, and none is needed
-where float32 computes; otherwise FSDP2 gathers it, whole with `grad_op` and two layers at a time with `full`
-and `hybrid`.
+bytes stay on a rank, beside a copy in the computation's type. With S = 1 that copy is whole, and none is
+needed where float32 computes; otherwise FSDP2 gathers it, whole with `grad_op` and two layers at a time with
+`full` and `hybrid`.
 
 Notation: T tokens of a micro-step on a rank, M drafted slots, H hidden, V vocabulary, K captured layers.
 """

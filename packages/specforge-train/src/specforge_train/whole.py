@@ -11,7 +11,7 @@ Invariant: outside of a forward the model's parameters are its masters, and afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class WholeCopies:
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[nn.Module],
+        layers: Iterable[nn.Module],
         dtype: torch.dtype,
         replicas: dist.ProcessGroup | None,
     ) -> None:
@@ -95,7 +95,8 @@ class WholeCopies:
         self._model, self._layers, self._dtype, self._replicas = model, list(layers), dtype, replicas
         self._places: list[_Place] = []
         self._units: list[_Unit] = []
-        self._stale, self._in_backward = True, False
+        self._copied: list[int] = []  # the versions of the masters that the copies are of
+        self._in_backward = False
         self._sums: list[Any] = []
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)
@@ -103,10 +104,11 @@ class WholeCopies:
     def _enter(self, *_: object) -> None:
         if not self._places:
             self._build()
-        if self._stale and self._places[0].copy is not self._places[0].master:
+        versions = [place.master._version for place in self._places]
+        if versions != self._copied and self._places[0].copy is not self._places[0].master:
             with torch.no_grad():
                 torch._foreach_copy_([p.copy for p in self._places], [p.master for p in self._places])
-        self._stale = False
+        self._copied = versions
         for place in self._places:
             place.module._parameters[place.name] = place.copy
 
@@ -179,4 +181,4 @@ class WholeCopies:
         self._sums.clear()
         for unit in self._units:
             unit.hand_over()
-        self._stale = True
+        self._copied.clear()  # an update follows, and a fused one leaves the versions as they are
