@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from specforge_config.target import read_target_shape, target_revision
+from specforge_config.target import TargetConfig, read_target_shape, target_revision
 
 LLAMA = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 100}
 
@@ -29,6 +29,13 @@ def test_given_sizes_win(tmp_path: Path) -> None:
     }
     shape = read_target_shape(save(tmp_path, LLAMA | more))
     assert (shape.head_dim, shape.num_kv_heads, shape.rope_theta, shape.dtype) == (32, 2, 5e5, "bfloat16")
+
+
+def test_the_element_type_is_the_checkpoints_own_unless_it_is_set(tmp_path: Path) -> None:
+    shape = read_target_shape(save(tmp_path, LLAMA | {"torch_dtype": "torch.float8_e4m3fn"}))
+    assert TargetConfig(path=str(tmp_path), dtype="bfloat16").element_type(shape) == "bfloat16"
+    with pytest.raises(ValueError, match=r"target\.dtype: the checkpoint's float8_e4m3fn cannot be captured"):
+        TargetConfig(path=str(tmp_path)).element_type(shape)
 
 
 def test_multimodal_targets_are_read_through_their_text(tmp_path: Path) -> None:

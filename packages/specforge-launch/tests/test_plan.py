@@ -84,6 +84,14 @@ def test_a_run_shorter_than_a_step_is_an_error_that_names_the_setting(load: Load
         make_plan(load("training.global_batch_size=64"))
 
 
+def test_a_checkpoint_in_another_element_type_is_refused_until_one_is_set(load: Load) -> None:
+    path = Path(load().target.path) / "config.json"
+    path.write_text(path.read_text().replace('"bfloat16"', '"float8_e4m3fn"'))
+    with pytest.raises(ValueError, match=r"target\.dtype: the checkpoint's float8_e4m3fn cannot be captured"):
+        make_plan(load())
+    assert make_plan(load("target.dtype=bfloat16")).engine_args["dtype"] == "bfloat16"
+
+
 def test_rows_are_counted_in_both_formats(tmp_path: Path) -> None:
     from pyarrow import parquet, table
 

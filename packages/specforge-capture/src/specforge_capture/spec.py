@@ -1,13 +1,9 @@
 """Resolving the capture contract of a run."""
 
-from typing import Literal, cast, get_args
-
 from specforge_config.draft import default_layer_ids
 from specforge_config.features import CaptureSpec
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape, target_revision
-
-_Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def resolve_capture_spec(config: RunConfig, shape: TargetShape, tokenizer_hash: str) -> CaptureSpec:
@@ -28,18 +24,12 @@ def resolve_capture_spec(config: RunConfig, shape: TargetShape, tokenizer_hash: 
             f"draft.target_layer_ids: {wrong} are no layers of a target with {shape.num_layers}; ids are "
             f"post-layer, from 0 to {shape.num_layers - 1}"
         )
-    dtype = shape.dtype.removeprefix("torch.") if config.target.dtype == "auto" else config.target.dtype
-    if dtype not in get_args(_Dtype):
-        raise ValueError(
-            f"target.dtype: the checkpoint's {dtype} cannot be captured; "
-            f"set it to one of {list(get_args(_Dtype))}"
-        )
     return CaptureSpec(
         method=config.draft.method,
         layer_ids=layers,
         # DFlash learns from data tokens alone; the others learn from the target's distribution.
         final_state=config.draft.method != "dflash",
-        dtype=cast(_Dtype, dtype),
+        dtype=config.target.element_type(shape),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         target_revision=config.target.revision or target_revision(config.target.path),

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from specforge_config.base import Config
+from specforge_config.target import ElementType
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,7 @@ class CaptureSpec(Config):
     the columns' order."""
     final_state: bool
     """Whether the target's final post-norm hidden state is captured too."""
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: ElementType
     """Element type of the captured states."""
     hidden_size: int
     """H of the target."""

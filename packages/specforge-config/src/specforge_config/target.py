@@ -6,9 +6,12 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from specforge_config.base import Config, InputPath
+
+ElementType = Literal["float32", "bfloat16", "float16"]
+"""What a target may compute in and its states be kept in."""
 
 
 class TargetConfig(Config):
@@ -20,7 +23,7 @@ class TargetConfig(Config):
     backend: Literal["hf", "sglang"] = "hf"
     """What runs the target, in the trainer's ranks or in capture servers: `hf` (transformers, CPU and GPU) or
     `sglang`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", ElementType] = "auto"
     """Element type of the target's weights and of the captured states; `auto` takes the checkpoint's, float32
     for a `gguf_file`."""
     revision: str | None = None
@@ -35,6 +38,20 @@ class TargetConfig(Config):
     """GGUF file inside `path` to read the target from: converted once, and read from there ever after."""
     cache_dir: str = ".cache/specforge/targets"
     """Where the conversion of `gguf_file` is kept, relative to the working directory."""
+
+    def element_type(self, shape: TargetShape) -> ElementType:
+        """`dtype`; the checkpoint's own for `auto`.
+
+        Raises:
+            ValueError: if that is none that a target computes in.
+        """
+        found = shape.dtype if self.dtype == "auto" else self.dtype
+        if found not in get_args(ElementType):
+            raise ValueError(
+                f"target.dtype: the checkpoint's {found} cannot be captured; "
+                f"set it to one of {list(get_args(ElementType))}"
+            )
+        return cast(ElementType, found)
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,7 @@ def read_target_shape(folder: str | Path) -> TargetShape:
         max_positions=config.get("max_position_embeddings", 4096),
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=config.get("rope_theta") or rope.get("rope_theta", 10000.0),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         tied_head=bool(config.get("tie_word_embeddings", False)),
         latent_kv=config["kv_lora_rank"] + config["qk_rope_head_dim"] if config.get("kv_lora_rank") else None,
     )

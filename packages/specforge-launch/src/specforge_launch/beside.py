@@ -26,7 +26,7 @@ from specforge_config.store import FileStore, MooncakeStore
 from specforge_launch import lifeline
 from specforge_launch.failure import Failure, how_ended
 from specforge_launch.plan import RunPlan
-from specforge_launch.run_folder import Follower, RunFolder
+from specforge_launch.run_folder import Follower, RunFolder, shown
 from specforge_launch.scratch import Scratch, sweep
 from specforge_launch.services import Service, master_of, server_address
 
@@ -244,8 +244,8 @@ class Beside:
         return Failure(how_ended(name, code), self._tail(running.service))
 
     def _tail(self, service: Service) -> str:
-        lines = self._folder.log(service.name).read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL_LINES:])
+        lines = self._folder.log(service.name).read_bytes().decode(errors="replace").rstrip("\n").split("\n")
+        return "\n".join(map(shown, lines[-_TAIL_LINES:]))
 
     def _end(self, running: _Running) -> None:
         """SIGTERM, to the producer twice: what it waits for will not come."""

@@ -9,8 +9,9 @@ reason of its own; else one that ended without a word; else the first that lost 
 import json
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from specforge_launch.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,17 @@ class Failure:
     """Whether the run's input is at fault: a ValueError before training began."""
 
 
-def explain(errors: Path, last_step: int | None) -> Failure:
+def explain(folder: RunFolder, last_step: int | None) -> Failure:
     """Find the origin of a failure.
 
     Args:
-        errors: the run's folder of errors.
+        folder: the run's.
         last_step: the last optimizer step that rank 0 reported; None outside of training.
     """
-    raised = [json.loads(path.read_text()) for path in errors.glob("rank-*.json")]
+    raised = [json.loads(path.read_text()) for path in folder.rank_errors()]
     raised.sort(key=lambda record: (record["peer"], record["time"]))
     silent: dict[int, int] = {}
-    for path in sorted(errors.glob("exits.node*.json")):
+    for path in folder.all_exits():
         silent |= {int(rank): code for rank, code in json.loads(path.read_text())["exit_codes"].items()}
     for record in raised:
         silent.pop(record["rank"], None)

@@ -12,14 +12,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from specforge_capture.refs import ELEMENT_BYTES
 from specforge_capture.sglang.engine_args import resolve_engine_arguments
 from specforge_config.deployment import Disaggregated
 from specforge_config.draft import BlockDraft, DSparkConfig, default_layer_ids
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 _LOWER = {
     "engine's token pool": ("engine.max_total_tokens",),
@@ -145,14 +143,14 @@ def draft_parameters(draft: BlockDraft, target: TargetShape) -> int:
 def target_bytes(config: RunConfig, target: TargetShape) -> int:
     """Bytes of the whole target: its weight files, or what their index adds up to, scaled to `target.dtype`;
     without either, a dense decoder of its shape."""
-    width = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
+    width = ELEMENT_BYTES[config.target.element_type(target)]
     folder = Path(config.target.path)
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if not stored and index.is_file():
         stored = json.loads(index.read_text()).get("metadata", {}).get("total_size", 0)
     if stored and not config.dummy_weights:
-        return stored * width // BYTES[target.dtype]
+        return stored * width // ELEMENT_BYTES.get(target.dtype, width)
     return target.parameters() * width
 
 
@@ -163,7 +161,7 @@ def _pool_bytes(config: RunConfig, target: TargetShape, island: int, *, on_gpu: 
     values = resolve_engine_arguments(config, target, "cuda" if on_gpu else "cpu").values
     heads = -(-target.num_kv_heads // island)
     channels = target.latent_kv or 2 * heads * target.head_dim
-    width = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
+    width = ELEMENT_BYTES[config.target.element_type(target)]
     return int(values["max_total_tokens"]) * target.num_layers * channels * width
 
 
@@ -180,7 +178,7 @@ def _target_parts(
         states: bytes of a token's captured states.
         on_gpu: whether ranks compute on GPUs.
     """
-    width = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
+    width = ELEMENT_BYTES[config.target.element_type(target)]
     return {
         "target weights": target_bytes(config, target) // island,
         "engine's token pool": _pool_bytes(config, target, island, on_gpu=on_gpu),
@@ -204,7 +202,7 @@ def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: i
     if not isinstance(draft, BlockDraft):
         raise ValueError(f"not implemented yet: the memory of draft.method {draft.method}")
     sizes, parameters = draft_sizes(draft, target), draft_parameters(draft, target)
-    state = BYTES[target.dtype if config.target.dtype == "auto" else config.target.dtype]
+    state = ELEMENT_BYTES[config.target.element_type(target)]
     compute = {"auto": 2 if on_gpu else 4, "float32": 4, "bfloat16": 2}[config.training.dtype]
     shards = config.topology.mesh_shape(config.training.sharding)[1]
     gathered = 0

@@ -209,7 +209,7 @@ def _engine_args(config: RunConfig, target: TargetShape, *, on_gpu: bool) -> dic
     engine = {
         "backend": "hf",
         "load_format": config.engine.load_format,
-        "dtype": target.dtype if config.target.dtype == "auto" else config.target.dtype,
+        "dtype": config.target.element_type(target),
         "attention": "sdpa",
     }
     if config.deployment.mode == "disaggregated":  # its server captures one prompt at a time

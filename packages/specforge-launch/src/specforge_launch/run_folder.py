@@ -53,6 +53,14 @@ class RunFolder:
         """Where a node's agent writes how its ranks failed."""
         return self.errors / f"exits.node{node}.json"
 
+    def rank_errors(self) -> list[Path]:
+        """What ranks recorded of why they failed (`specforge_train.abort`)."""
+        return list(self.errors.glob("rank-*.json"))
+
+    def all_exits(self) -> list[Path]:
+        """What the agents of all nodes wrote, by node."""
+        return sorted(self.errors.glob("exits.node*.json"))
+
     def clear(self, services: Iterable[str]) -> None:
         """Remove what an earlier start of processes beside the ranks left of errors."""
         for path in (self.errors, self.logs):
@@ -66,8 +74,8 @@ class RunFolder:
         Errors of all nodes' ranks, also of more ranks than this run has: none of its own can be among them,
         for ranks start once all nodes have met.
         """
-        stale = [*self.errors.glob("rank-*.json"), *self.errors.glob("exits.node*.json")]
-        for path in (*stale, *((self.stop, self.progress) if node == 0 else ())):
+        own = (self.stop, self.progress) if node == 0 else ()
+        for path in (*self.rank_errors(), *self.all_exits(), *own):
             path.unlink(missing_ok=True)
 
     @contextmanager
@@ -109,4 +117,9 @@ class Follower:
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole + newline)
         lines = whole.decode(errors="replace").split("\n") if newline else []
-        return [line.rstrip().rpartition("\r")[2] for line in lines]
+        return [shown(line) for line in lines]
+
+
+def shown(line: str) -> str:
+    """What a terminal shows of a line: of a bar that was drawn over itself, its end."""
+    return line.rstrip().rpartition("\r")[2]

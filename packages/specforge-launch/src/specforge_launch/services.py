@@ -91,9 +91,7 @@ def plan_capture(
     """
     deployment = config.disaggregated
     layers = config.draft.target_layer_ids or default_layer_ids(target.num_layers)
-    state = ELEMENT_BYTES[
-        target.dtype.removeprefix("torch.") if config.target.dtype == "auto" else config.target.dtype
-    ]
+    state = ELEMENT_BYTES[config.target.element_type(target)]
     states = (len(layers) + (config.draft.method != "dflash")) * target.hidden_size * state
     sample, window = config.data.max_length * states, config.batches.global_batch_size
     marks = deployment.production.watermarks(window, window * sample)

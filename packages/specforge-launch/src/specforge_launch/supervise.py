@@ -200,7 +200,7 @@ def _watch(
         if requests.count > 1:
             _kill(agent)
         lost = beside.failure() is not None
-        if deadline is None and (lost or any(folder.errors.glob("rank-*.json"))):
+        if deadline is None and (lost or folder.rank_errors()):
             deadline = time.monotonic() + _GRACE_SECONDS
             if lost:
                 folder.stop.touch()  # ranks that can still end their step save it
@@ -242,7 +242,7 @@ def _tell_failure(outcome: _Outcome, folder: RunFolder, err: Console) -> int:
     training = outcome.last.get("stage") == "train"
     failure, peers = outcome.failure, ()
     if outcome.agent_code not in (None, 0):
-        ranks = explain(folder.errors, outcome.last.get("step") if training else None)
+        ranks = explain(folder, outcome.last.get("step") if training else None)
         failure, peers = (failure, (ranks.headline,)) if failure else (ranks, ranks.peers)
     assert failure is not None
     err.print(failure.headline, style="bold red", markup=False, highlight=False, soft_wrap=True)

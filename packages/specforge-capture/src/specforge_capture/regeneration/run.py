@@ -118,7 +118,7 @@ def _settings(config: RunConfig, renderer: ChatRenderer) -> dict[str, Any]:
     shape = read_target_shape(target.path)
     return {
         "revision": target.revision or target_revision(target.path),
-        "dtype": (shape.dtype if target.dtype == "auto" else target.dtype).removeprefix("torch."),
+        "dtype": target.element_type(shape),
         "template": renderer.hash,
         "template_settings": renderer.settings,
         "prompts": [[Path(path).name, file_sha256(Path(path))] for path in how.prompts],

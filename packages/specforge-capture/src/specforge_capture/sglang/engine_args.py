@@ -83,9 +83,7 @@ def resolve_engine_arguments(
     values: dict[str, Value] = {
         "model_path": config.target.path,
         "device": device,
-        "dtype": target.dtype.removeprefix("torch.")
-        if config.target.dtype == "auto"
-        else config.target.dtype,
+        "dtype": config.target.element_type(target),
         "load_format": engine.load_format,
         "tp_size": engine.tp_size,
         "ep_size": engine.ep_size,
