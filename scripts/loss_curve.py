@@ -9,8 +9,8 @@ one, and compare the two loss curves.
     python scripts/loss_curve.py --read loss_curve.json --picture curve.png
 
 The plain path is what defines the kernels: layers, attention over all pairs and objective in plain torch. The
-fast path is what the policy chooses. All else is the trainer's own: a sharded float32 master copy in a world
-of one, computing in bfloat16 on a GPU and float32 on a CPU; clipping, AdamW, warm-up and decay.
+fast path is what the policy chooses. All else is the trainer's own: float32 master weights, computing
+in bfloat16 on a GPU and float32 on a CPU; clipping, AdamW, warm-up and decay.
 
 `--data tiny-target` captures the states of recipes/tiny-target over its chats. `--data chain` is a target
 made up at any size: each span of a document follows one of four Markov chains over 1024 tokens, and the

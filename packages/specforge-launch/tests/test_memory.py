@@ -50,7 +50,7 @@ def test_one_rank_holds_sixteen_bytes_a_parameter(load: Load) -> None:
     config = load()
     parameters = parameters_of(config)
     parts = predicted(config).parts
-    states = ("draft master weights", "draft gradients", "optimizer states", "gathered draft weights")
+    states = ("draft master weights", "draft gradients", "optimizer states", "draft working weights")
     assert sum(parts[name] for name in states) == 16 * parameters
 
 
@@ -66,7 +66,7 @@ def test_sharding_divides_the_states(load: Load, sharding: str, shards: int) -> 
 def test_full_sharding_gathers_less_than_grad_op(load: Load) -> None:
     four = "deployment.trainer.nproc_per_node=4"
     whole, layers = (
-        predicted(load(four, f"training.sharding={s}", "draft.num_layers=8")).parts["gathered draft weights"]
+        predicted(load(four, f"training.sharding={s}", "draft.num_layers=8")).parts["draft working weights"]
         for s in ("grad_op", "full")
     )
     assert 0 < layers < whole

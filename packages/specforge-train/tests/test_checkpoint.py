@@ -9,6 +9,7 @@ import pytest
 import torch
 from rank_processes import run_ranks
 from tiny_training import SPEC, Layered, sharded_layered
+from torch.distributed.tensor import DTensor
 
 from specforge_config.deployment import TrainerNodes
 from specforge_config.optim import OptimizerConfig
@@ -157,3 +158,25 @@ def test_a_full_disk_is_a_clear_error_and_other_ranks_can_read_the_rest(tmp_path
         torch.testing.assert_close(full_state(model)[name], value, rtol=1e-5, atol=1e-6)
     shutil.rmtree(saved)
     assert newest_checkpoint(tmp_path / "run") is not None
+
+
+def check_shards_of_what_one_rank_saved(folder: str) -> None:
+    world = start_world(TrainerNodes(device="cpu", cpu_threads=1), Topology(2), "full")
+    model, optimizer = trained(world, seed=1)
+    checkpoints(Path(folder), world).load(model, optimizer)
+    saved = torch.load(Path(folder) / "expected.pt")
+    for name, value in full_state(model).items():
+        assert torch.equal(value, saved["weights"][name]), name
+    for name, state in optimizer_state(model, optimizer).items():
+        moment = state["exp_avg"]
+        whole = moment.full_tensor() if isinstance(moment, DTensor) else moment
+        assert torch.equal(whole, saved["moments"][name]), name
+    world.close()
+
+
+def test_what_one_rank_saved_whole_is_sharded_by_others(tmp_path: Path, world: World) -> None:
+    model, optimizer = trained(world, seed=0, steps=2)
+    checkpoints(tmp_path / "run", world).save(2, model, optimizer, {})
+    moments = {name: state["exp_avg"] for name, state in optimizer_state(model, optimizer).items()}
+    torch.save({"weights": full_state(model), "moments": moments}, tmp_path / "run" / "expected.pt")
+    run_ranks(check_shards_of_what_one_rank_saved, 2, tmp_path / "logs", str(tmp_path / "run"))

@@ -1,19 +1,16 @@
 """Sharded sums against one unsharded float64 model, on real gloo ranks."""
 
-import copy
 import os
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 from tiny_training import Layered, sharded_layered
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -24,14 +21,11 @@ from specforge_train.optim import build_adamw, squared_norm, update
 from specforge_train.parallel import (
     World,
     compute_dtype,
-    cut,
     full_state,
     local,
     make_mesh,
     require_equal_replicas,
-    set_full,
     set_last_micro_step,
-    shard,
     start_world,
 )
 
@@ -105,79 +99,6 @@ def compare_with_float64(world: World) -> None:
         exact_optimizer.zero_grad()
     for name, value in full_state(model).items():
         torch.testing.assert_close(value.double(), exact.state_dict()[name], rtol=1e-5, atol=1e-6)
-
-
-def check_whole_copies_equal_fsdp() -> None:
-    """Computing in bfloat16, two steps of two micro-steps: gradients and weights bit for bit."""
-    world = start_world(TrainerNodes(device="cpu", cpu_threads=1), Topology(2), "no_shard")
-    assert (world.shards, world.replicas) == (1, 2)
-    models, optimizers = [], []
-    for share in (shard, cut):
-        torch.manual_seed(3)
-        values = Layered().state_dict()
-        with torch.device("meta"):
-            model = Layered()
-        share(model, world, torch.bfloat16).to_empty(device="cpu")
-        for name, parameter in model.named_parameters():
-            set_full(parameter, values[name])
-        models.append(model)
-        optimizers.append(build_adamw(model, ADAM))
-    assert isinstance(models[1], FSDPModule)
-    assert not isinstance(models[0], FSDPModule)
-    for step in range(2):
-        for model in models:
-            for micro in range(MICRO_STEPS):
-                set_last_micro_step(model, micro + 1 == MICRO_STEPS, world.sharding)
-                model(inputs(step, world.rank, micro).bfloat16()).backward()
-        for (name, have), want in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-            assert have.grad is not None
-            assert want.grad is not None
-            assert torch.equal(have.grad, local(want.grad)), name
-        for model, optimizer in zip(models, optimizers, strict=True):
-            squared = world.sum_(squared_norm(model) / world.replicas)
-            update(optimizer, ADAM.lr, CLIP, torch.tensor(WEIGHTS, dtype=torch.float64), squared)
-    for have, want in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(have, local(want))
-    for model in models:  # weights that are set without a step count at once
-        for name, parameter in model.named_parameters():
-            set_full(parameter, values[name])
-    assert torch.equal(*(model(inputs(0, 0, 0).bfloat16()) for model in models))
-    world.close()
-
-
-def test_whole_copies_equal_fsdp(tmp_path: Path) -> None:
-    run_ranks(check_whole_copies_equal_fsdp, 2, tmp_path)
-
-
-class Gated(nn.Module):
-    """A layer that is used only when it is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        return (self.layers[1](self.layers[0](x)) if both else self.layers[0](x)).sum()
-
-
-def check_layers_that_only_some_ranks_use() -> None:
-    world = start_world(TrainerNodes(device="cpu", cpu_threads=1), Topology(2), "no_shard")
-    torch.manual_seed(0)
-    model = cast(Any, Gated())
-    exact = copy.deepcopy(model).double()
-    shard(model, world, torch.float32)
-    for micro in range(2):  # rank 1 uses the second layer never, rank 0 in the first micro-step only
-        set_last_micro_step(model, micro == 1, world.sharding)
-        model(torch.ones(2, 3) + world.rank, micro == 0 and world.rank == 0).backward()
-        for rank in range(2):
-            exact(torch.ones(2, 3).double() + rank, micro == 0 and rank == 0).backward()
-    for have, want in zip(model.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(have.grad.double(), want.grad)
-    world.close()
-
-
-def test_sums_are_those_of_all_ranks_where_some_use_fewer_layers(tmp_path: Path) -> None:
-    run_ranks(check_layers_that_only_some_ranks_use, 2, tmp_path)
 
 
 @pytest.mark.parametrize(("size", "tp_size"), [(1, 1), (2, 1), (4, 2)])

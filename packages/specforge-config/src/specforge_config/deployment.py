@@ -41,10 +41,10 @@ class TrainerNodes(Config):
         return self.nnodes * self.nproc_per_node
 
     def threads(self, *, on_gpu: bool) -> int:
-        """Threads that each rank computes with on the host, which is this machine.
+        """Threads that each rank computes with on the host; cores are counted on this machine.
 
-        Beside a GPU the host handles small arrays only. OpenMP threads spin for a while after each of them,
-        so that they hold every core, and the next one waits for those that other processes need.
+        Beside a GPU the host handles small arrays only. OpenMP's threads spin for a while after each
+        operation and so hold every core; the next one waits until all of its threads have got one.
         """
         return self.cpu_threads or (1 if on_gpu else max(1, cores() // self.nproc_per_node))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from specforge_config.optim import OptimizerConfig
 from specforge_train.parallel import local
@@ -83,5 +84,7 @@ def update(
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
+    # A fused step does not say that it changed them, and whoever holds a copy has to know.
+    increment_version([parameter for group in optimizer.param_groups for parameter in group["params"]])
     optimizer.zero_grad(set_to_none=True)
     return norm

@@ -1,4 +1,4 @@
-"""The trainer's ranks: process group, device mesh, FSDP2 sharding.
+"""The trainer's ranks: process group, device mesh, sharding.
 
 Invariant: the sharded parameters are the float32 master weights, and a parameter's gradient is the SUM of its
 gradients over all ranks and micro-steps, reduced in float32. Whoever divides (by the world's sum of loss
@@ -176,9 +176,9 @@ def shard(model: DraftModel, world: World, dtype: torch.dtype) -> DraftModel:
 
     Args:
         model: the draft on the meta device, to be given storage by `to_empty` and values afterwards, so that
-            no rank ever holds all of it.
+            no rank ever holds more than its shard.
         world: where to.
-        dtype: element type of the gathered parameters.
+        dtype: element type of the computation.
 
     Returns:
         `model` itself, now an `FSDPModule` or one with `whole_copies`.

@@ -290,7 +290,7 @@ class Trainer:
         self.recorder.tell("checkpoint", self.step, path=str(path))
 
     def _build(self) -> DraftModel:
-        """The sharded draft with the weights of a fresh start; no rank ever holds all of them at once."""
+        """The sharded draft with the weights of a fresh start; no rank ever holds more than its shard."""
         keep_compiled()
         with torch.device("meta"):
             model = self.method.build(self.shape)

@@ -11,7 +11,8 @@ Invariant: outside of a forward the model's parameters are its masters, and afte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,36 +49,44 @@ class _Unit:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add the gradient of a parameter."""
-        if self.buffer is None:
-            sizes = [place.master.numel() for place in self.places]
-            self.buffer = torch.empty(sum(sizes), dtype=torch.float32, device=gradient.device)
-            parts = zip(self.buffer.split(sizes), self.places, strict=True)
-            self.gradients = [part.view(place.master.shape) for part, place in parts]
+        self._allocate()
         own = self.gradients[index]
         own.add_(gradient) if index in self.written else own.copy_(gradient)
         self.written.add(index)
 
-    def complete(self) -> Tensor:
-        """The buffer, with zeros where no gradient came."""
-        for index, place in enumerate(self.places):
+    def complete(self) -> None:
+        """Write zeros where no gradient came."""
+        self._allocate()
+        for index, gradient in enumerate(self.gradients):
             if index not in self.written:
-                self.add(index, torch.zeros_like(place.master))
-        assert self.buffer is not None
-        return self.buffer
+                gradient.zero_()
+        self.missing = 0
 
     def hand_over(self) -> None:
         """Give the masters their gradients."""
         for place, gradient in zip(self.places, self.gradients, strict=True):
+            assert place.master.grad is None, "the gradients of the step before are still there"
             place.master.grad = gradient
         self.buffer, self.gradients, self.written = None, [], set()
+
+    def _allocate(self) -> None:
+        if self.buffer is None:
+            masters = [place.master for place in self.places]
+            sizes = [master.numel() for master in masters]
+            self.buffer = torch.empty(sum(sizes), dtype=torch.float32, device=masters[0].device)
+            parts = zip(self.buffer.split(sizes), masters, strict=True)
+            self.gradients = [part.view(master.shape) for part, master in parts]
 
 
 class WholeCopies:
     """Makes a model compute in `dtype` over float32 masters, and sums its gradients over replicas.
 
+    A micro-step is one backward. The update drops the gradients and marks the masters as changed
+    (`specforge_train.optim.update`).
+
     Args:
-        model: with float32 parameters; on the meta device they may be made and filled before its first
-            forward.
+        model: with float32 parameters, each of one module; on the meta device they may be made and filled
+            before its first forward.
         layers: its parts whose gradients travel together, in the order of the forward; all else is a unit.
         dtype: of the computation.
         replicas: the ranks that hold a copy; None for a rank alone.
@@ -102,13 +111,14 @@ class WholeCopies:
         model.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: object) -> None:
+        assert not self._in_backward, "a backward failed: its gradients are incomplete"
         if not self._places:
             self._build()
         versions = [place.master._version for place in self._places]
-        if versions != self._copied and self._places[0].copy is not self._places[0].master:
+        if self._dtype != torch.float32 and versions != self._copied:
             with torch.no_grad():
                 torch._foreach_copy_([p.copy for p in self._places], [p.master for p in self._places])
-        self._copied = versions
+            self._copied = versions
         for place in self._places:
             place.module._parameters[place.name] = place.copy
 
@@ -120,38 +130,51 @@ class WholeCopies:
         """Find the masters. Units are in the order in which a backward completes them: the last layer's first
         and what is around the layers last.
         """
-        taken: set[int] = set()
+        done: set[nn.Module] = set()
         for part in (*reversed(self._layers), self._model):
-            places = []
-            for module in part.modules():
-                for name, master in module._parameters.items():
-                    if master is not None and id(master) not in taken:
-                        taken.add(id(master))
-                        places.append(_Place(module, name, master, self._copy(master)))
+            modules = [module for module in part.modules() if module not in done]
+            done.update(modules)
+            places = [
+                _Place(module, name, master, self._copy(master))
+                for module in modules
+                for name, master in module._parameters.items()
+                if master is not None
+            ]
             self._places += places
             unit = _Unit([place for place in places if place.master.requires_grad])
+            for index, place in enumerate(unit.places):
+                place.copy.register_post_accumulate_grad_hook(self._hook(len(self._units), index))
             if unit.places:
                 self._units.append(unit)
-            for index, place in enumerate(unit.places):
-                place.copy.register_post_accumulate_grad_hook(self._hook(unit, index))
+        assert len({id(place.master) for place in self._places}) == len(self._places), "a parameter is shared"
 
     def _copy(self, master: nn.Parameter) -> nn.Parameter:
-        if master.dtype == self._dtype:
+        if self._dtype == torch.float32:
             return master
-        return nn.Parameter(torch.empty_like(master, dtype=self._dtype), master.requires_grad)
+        with torch.inference_mode(False):  # the first forward may be an evaluation's
+            return nn.Parameter(torch.empty_like(master, dtype=self._dtype), master.requires_grad)
 
-    def _hook(self, unit: _Unit, index: int) -> Any:
+    def _hook(self, unit: int, index: int) -> Callable[[Tensor], None]:
+        """What takes a gradient. It must not hold the copy, not even by way of `self`: the garbage collector
+        does not see a tensor's hooks, and the model would stay.
+        """
+        owner = weakref.ref(self)
+
         def take(copy: Tensor) -> None:
-            if not self._in_backward:
-                self._begin()
-            gradient, copy.grad = copy.grad, None
-            assert gradient is not None
-            unit.add(index, gradient)
-            unit.missing -= 1
-            if self.last and unit.missing == 0:
-                self._sum_ready()
+            if (copies := owner()) is not None:
+                copies._take(copies._units[unit], index, copy)
 
         return take
+
+    def _take(self, unit: _Unit, index: int, copy: Tensor) -> None:
+        if not self._in_backward:
+            self._begin()
+        gradient, copy.grad = copy.grad, None
+        assert gradient is not None
+        unit.add(index, gradient)
+        unit.missing -= 1
+        if self.last and unit.missing == 0:
+            self._sum_ready()
 
     def _begin(self) -> None:
         self._in_backward = True
@@ -164,7 +187,8 @@ class WholeCopies:
         if self._replicas is None:
             return
         while len(self._sums) < len(self._units) and self._units[len(self._sums)].missing == 0:
-            buffer = self._units[len(self._sums)].complete()
+            buffer = self._units[len(self._sums)].buffer
+            assert buffer is not None
             self._sums.append(dist.all_reduce(buffer, group=self._replicas, async_op=True))
 
     def _end(self) -> None:
@@ -174,11 +198,9 @@ class WholeCopies:
             return
         for unit in self._units:
             unit.complete()
-            unit.missing = 0
         self._sum_ready()
         for work in self._sums:
             work.wait()
         self._sums.clear()
         for unit in self._units:
             unit.hand_over()
-        self._copied.clear()  # an update follows, and a fused one leaves the versions as they are

@@ -2,7 +2,7 @@
 to compile after it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,9 +12,10 @@ from tiny_drafts import frozen_target, make_batch, make_shape
 from specforge_kernels.policy import forced
 from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.dspark import DSpark
-from specforge_train.parallel import shard
+from specforge_train.parallel import cut, shard
 
 if TYPE_CHECKING:
+    from specforge_train.methods.base import DraftModel
     from specforge_train.parallel import World
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -55,13 +56,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
         yield found
 
 
+@pytest.mark.parametrize("share", [shard, cut])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_warm_up_leaves_nothing_to_compile(variant: str, launched: Launched, world: "World") -> None:
+def test_the_warm_up_leaves_nothing_to_compile(
+    variant: str, share: "Callable[..., DraftModel]", launched: Launched, world: "World"
+) -> None:
     method, shape = DSpark(), make_shape(**VARIANTS[variant])
     target = frozen_target()
     frozen = FrozenTarget(target.embedding.to(BF16), target.head.to(BF16))
     draft = method.build(shape)
-    shard(draft, world, BF16)
+    share(draft, world, BF16)
     draft.init_weights(0)
     for launch in draft.launches(CPU, BF16):
         launch()
@@ -73,4 +77,5 @@ def test_the_warm_up_leaves_nothing_to_compile(variant: str, launched: Launched,
         assert batch.last_hidden is not None
         inputs = method.prepare(batch, shape, 0).to(CPU)
         draft(inputs, batch.hidden.to(BF16), batch.last_hidden.to(BF16), frozen).loss.backward()
+        draft.zero_grad()
     assert launched == warmed
