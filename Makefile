@@ -34,7 +34,7 @@ quickstart: setup ## Train a draft model for a tiny target, and measure it
 	.venv/bin/specforge-launch run $(RECIPE)
 
 test: setup ## Run the whole test suite
-	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+	$(TEST_ENV) .venv/bin/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder --durations 15 $(PYTEST_ARGS)
 
 test-sglang: setup ## Test the sglang target: real SGLang on the CPU, in an environment of its own
 	$(SGLANG_PYTHON) scripts/sglang_cpu/install.py

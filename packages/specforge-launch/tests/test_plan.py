@@ -42,6 +42,14 @@ def test_the_json_of_a_disaggregated_plan_holds_a_servers_memory(load: Load) -> 
     assert memory["fits"] is True
 
 
+def test_a_rank_beside_a_gpu_takes_one_thread_of_the_host(load: Load) -> None:
+    assert make_plan(load("deployment.trainer.device=cuda")).threads_per_rank == 1
+    assert (
+        make_plan(load("deployment.trainer.device=cuda", "deployment.trainer.cpu_threads=3")).threads_per_rank
+        == 3
+    )
+
+
 def test_max_steps_ends_a_run_early(load: Load) -> None:
     assert make_plan(load("training.max_steps=7")).total_steps == 7
     assert make_plan(load("training.max_steps=700")).total_steps == 20
