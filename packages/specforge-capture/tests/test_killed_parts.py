@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from feature_flow import CONSUMER, QUICK, objects, ten_prompts, two_rank_plan
+from feature_flow import CONSUMER, QUICK, objects, ten_prompts, two_rank_plan, wait_until
 from part_processes import RANKS, Parts, Setup, parts_of, produce, serve, total_of
 
 from specforge_capture.prompts.cache import PromptSet
 from specforge_capture.prompts.chat import ChatRenderer
+from specforge_capture.roles import is_taken
 from specforge_capture.stores.base import open_store
 from specforge_capture.stores.master import MasterSettings, free_ports, running_master
 from specforge_capture.stores.mooncake import load_library
@@ -54,6 +55,7 @@ def start(parts: Parts) -> None:
     for number, port in enumerate(parts.setup.ports):
         parts.start(f"server-{number}", serve, port)
     parts.start("producer", produce)
+    wait_until(lambda: is_taken(parts.setup.folder, "producer"), 100)  # ranks may give it little time
     parts.start_ranks(free_ports(1)[0])
 
 
