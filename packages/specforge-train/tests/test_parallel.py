@@ -9,18 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
-from tiny_training import Layered, sharded_layered
-from torch import Tensor
+from tiny_training import ADAM, CLIP, MICRO_STEPS, WEIGHTS, Layered, inputs, sharded_layered
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from specforge_config.deployment import TrainerNodes
-from specforge_config.optim import OptimizerConfig
 from specforge_config.topology import Topology
 from specforge_train.optim import build_adamw, squared_norm, update
 from specforge_train.parallel import (
     World,
     compute_dtype,
+    full,
     full_state,
     local,
     make_mesh,
@@ -28,13 +27,6 @@ from specforge_train.parallel import (
     set_last_micro_step,
     start_world,
 )
-
-MICRO_STEPS, CLIP, WEIGHTS = 2, 0.5, 12.0
-ADAM = OptimizerConfig(lr=1e-2, weight_decay=0.0)
-
-
-def inputs(step: int, rank: int, micro: int) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro))
 
 
 def check_sums(tp_size: int) -> None:
@@ -85,7 +77,7 @@ def compare_with_float64(world: World) -> None:
         for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
             assert p.grad is not None
             assert isinstance(p.grad, DTensor) == (world.shards > 1)
-            found = (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).double()
+            found = full(p.grad).double()
             torch.testing.assert_close(found, q.grad, rtol=1e-5, atol=1e-5, msg=f"{world.sharding} {name}")
         squared = world.sum_(squared_norm(model) / world.replicas)
         norm = torch.nn.utils.get_total_norm([p.grad for p in exact.parameters() if p.grad is not None])

@@ -10,12 +10,11 @@ import pytest
 import torch
 from rank_processes import run_ranks
 from tiny_drafts import frozen_target, make_batch, make_shape
-from tiny_training import Layered
+from tiny_training import ADAM, CLIP, MICRO_STEPS, WEIGHTS, inputs, layered_weights, sharded_layered
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from specforge_config.deployment import TrainerNodes
-from specforge_config.optim import OptimizerConfig
 from specforge_config.topology import Topology
 from specforge_train.frozen import FrozenTarget
 from specforge_train.methods.base import DraftModel
@@ -31,15 +30,9 @@ from specforge_train.parallel import (
     start_world,
 )
 
-MICRO_STEPS, CLIP, WEIGHTS = 2, 0.5, 12.0
-ADAM = OptimizerConfig(lr=1e-2, weight_decay=0.0)
 BF16 = torch.bfloat16
 MASKS = [[[0, 0, 1, 1, 1, 1, 1, 1, 1]], [[0, 1]], [[1] * 17], [[1] * 9]]
 """Of micro-steps; the second one has no anchor."""
-
-
-def inputs(step: int, rank: int, micro: int) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro))
 
 
 def two_ranks() -> World:
@@ -51,17 +44,8 @@ def two_ranks() -> World:
 def check_whole_copies_equal_fsdp() -> None:
     """Computing in bfloat16, two steps of two micro-steps: gradients and weights bit for bit."""
     world = two_ranks()
-    models, optimizers = [], []
-    for share in (shard, cut):
-        torch.manual_seed(3)
-        values = Layered().state_dict()
-        with torch.device("meta"):
-            model = Layered()
-        share(model, world, BF16).to_empty(device="cpu")
-        for name, parameter in model.named_parameters():
-            set_full(parameter, values[name])
-        models.append(model)
-        optimizers.append(build_adamw(model, ADAM))
+    models = [sharded_layered(world, 3, share, BF16) for share in (shard, cut)]
+    optimizers = [build_adamw(model, ADAM) for model in models]
     assert isinstance(models[1], FSDPModule)
     assert not isinstance(models[0], FSDPModule)
     for step in range(2):
@@ -80,7 +64,7 @@ def check_whole_copies_equal_fsdp() -> None:
         assert torch.equal(have, local(want))
     for model in models:  # weights that are set without a step count at once
         for name, parameter in model.named_parameters():
-            set_full(parameter, values[name])
+            set_full(parameter, layered_weights(3)[name])
     assert torch.equal(*(model(inputs(0, 0, 0).bfloat16()) for model in models))
     world.close()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from specforge_config.features import CaptureSpec, FeatureBatch
+from specforge_config.optim import OptimizerConfig
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape
 from specforge_train.checkpoint import Checkpoints
@@ -62,13 +63,30 @@ class Layered(DraftModel):
         return self.norm(x).square().sum()
 
 
-def sharded_layered(world: World, seed: int) -> Layered:
-    """A sharded model with the weights that `Layered()` has after `torch.manual_seed(seed)`."""
+MICRO_STEPS, CLIP, WEIGHTS = 2, 0.5, 12.0
+"""Of a step of `Layered` over `inputs`; its sum of weights is as good as any other."""
+ADAM = OptimizerConfig(lr=1e-2, weight_decay=0.0)
+
+
+def inputs(step: int, rank: int, micro: int) -> Tensor:
+    """[4, 5] what a rank feeds to `Layered` in a micro-step."""
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro))
+
+
+def layered_weights(seed: int) -> dict[str, Tensor]:
+    """Those that `Layered()` has after `torch.manual_seed(seed)`."""
     torch.manual_seed(seed)
-    values = Layered().state_dict()
+    return Layered().state_dict()
+
+
+def sharded_layered(
+    world: World, seed: int, share: Callable[..., DraftModel] = shard, dtype: torch.dtype = torch.float32
+) -> Layered:
+    """A model with `layered_weights`, sharded by `share`, that computes in `dtype`."""
+    values = layered_weights(seed)
     with torch.device("meta"):
         model = Layered()
-    shard(model, world, torch.float32).to_empty(device="cpu")
+    share(model, world, dtype).to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         set_full(parameter, values[name])
     return model

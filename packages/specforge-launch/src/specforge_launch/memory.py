@@ -140,10 +140,15 @@ def draft_parameters(draft: BlockDraft, target: TargetShape) -> int:
     return sizes.backbone_parameters + 2 * sizes.vocabulary * rank + joint + confidence
 
 
+def element_bytes(config: RunConfig, target: TargetShape) -> int:
+    """Bytes of an element of the target's weights and captured states."""
+    return ELEMENT_BYTES[config.target.element_type(target)]
+
+
 def target_bytes(config: RunConfig, target: TargetShape) -> int:
     """Bytes of the whole target: its weight files, or what their index adds up to, scaled to `target.dtype`;
     without either, a dense decoder of its shape."""
-    width = ELEMENT_BYTES[config.target.element_type(target)]
+    width = element_bytes(config, target)
     folder = Path(config.target.path)
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
@@ -161,7 +166,7 @@ def _pool_bytes(config: RunConfig, target: TargetShape, island: int, *, on_gpu: 
     values = resolve_engine_arguments(config, target, "cuda" if on_gpu else "cpu").values
     heads = -(-target.num_kv_heads // island)
     channels = target.latent_kv or 2 * heads * target.head_dim
-    width = ELEMENT_BYTES[config.target.element_type(target)]
+    width = element_bytes(config, target)
     return int(values["max_total_tokens"]) * target.num_layers * channels * width
 
 
@@ -178,7 +183,7 @@ def _target_parts(
         states: bytes of a token's captured states.
         on_gpu: whether ranks compute on GPUs.
     """
-    width = ELEMENT_BYTES[config.target.element_type(target)]
+    width = element_bytes(config, target)
     return {
         "target weights": target_bytes(config, target) // island,
         "engine's token pool": _pool_bytes(config, target, island, on_gpu=on_gpu),
@@ -202,7 +207,7 @@ def predict(config: RunConfig, target: TargetShape, *, on_gpu: bool, capacity: i
     if not isinstance(draft, BlockDraft):
         raise ValueError(f"not implemented yet: the memory of draft.method {draft.method}")
     sizes, parameters = draft_sizes(draft, target), draft_parameters(draft, target)
-    state = ELEMENT_BYTES[config.target.element_type(target)]
+    state = element_bytes(config, target)
     compute = {"auto": 2 if on_gpu else 4, "float32": 4, "bfloat16": 2}[config.training.dtype]
     shards = config.topology.mesh_shape(config.training.sharding)[1]
     gathered = 0

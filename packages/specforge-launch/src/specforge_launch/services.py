@@ -10,7 +10,6 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from specforge_capture.refs import ELEMENT_BYTES
 from specforge_capture.sglang.engine_args import resolve_engine_arguments
 from specforge_capture.stores.master import MasterSettings
 from specforge_config.base import host_and_port
@@ -19,7 +18,7 @@ from specforge_config.draft import default_layer_ids
 from specforge_config.run import RunConfig
 from specforge_config.store import FileStore, MooncakeStore
 from specforge_config.target import TargetShape
-from specforge_launch.memory import MemoryPlan, predict_server
+from specforge_launch.memory import MemoryPlan, element_bytes, predict_server
 
 Role = Literal["store", "server", "producer", "consumer"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -91,8 +90,8 @@ def plan_capture(
     """
     deployment = config.disaggregated
     layers = config.draft.target_layer_ids or default_layer_ids(target.num_layers)
-    state = ELEMENT_BYTES[config.target.element_type(target)]
-    states = (len(layers) + (config.draft.method != "dflash")) * target.hidden_size * state
+    width = (len(layers) + (config.draft.method != "dflash")) * target.hidden_size
+    states = width * element_bytes(config, target)
     sample, window = config.data.max_length * states, config.batches.global_batch_size
     marks = deployment.production.watermarks(window, window * sample)
     return CapturePlan(

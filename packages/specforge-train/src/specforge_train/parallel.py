@@ -252,6 +252,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank's device. A collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def set_full(parameter: Tensor, value: Tensor) -> None:
     """Copy a whole tensor, which every rank holds, into a parameter, each rank its own part."""
     value = value.to(parameter.device, parameter.dtype)
@@ -266,7 +271,7 @@ def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     A collective: call it on all ranks and take all of it.
     """
     for name, value in model.state_dict().items():
-        yield name, (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        yield name, full(value).detach()
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
