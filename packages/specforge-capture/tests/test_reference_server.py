@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from specforge_capture.fetch import Fetcher
+from specforge_capture.http_client import RequestFailed, RequestRefused, ServerDown
 from specforge_capture.reference_server import ReferenceServer
 from specforge_capture.refs import FeatureRef
 from specforge_capture.stores.base import FeatureStore, open_store
 from specforge_capture.stores.master import free_ports
 from specforge_capture.targets.base import PromptRow
 from specforge_capture.targets.hf import HFTarget
-from specforge_capture.wire import CaptureClient, CaptureFailed, CaptureRefused, ServerDescription, ServerDown
+from specforge_capture.wire import CaptureClient, ServerDescription
 from specforge_config.features import CaptureSpec, spec_hash
 from specforge_config.store import FileStore
 
@@ -103,7 +104,7 @@ def test_requests_at_a_time_do_not_mix(
 def test_what_never_will_be_captured_is_refused(
     client: CaptureClient, spec: CaptureSpec, ids: list[int], contract: str | None, message: str
 ) -> None:
-    with pytest.raises(CaptureRefused, match=message):
+    with pytest.raises(RequestRefused, match=message):
         client.capture("run/0-0-1", "a", ids, contract or spec_hash(spec))
 
 
@@ -111,7 +112,7 @@ def test_a_full_store_fails_that_request_alone(
     client: CaptureClient, store: FeatureStore, spec: CaptureSpec
 ) -> None:
     store.put([("other", torch.zeros(195_000, dtype=torch.uint8))])
-    with pytest.raises(CaptureFailed, match="HTTP 500"):
+    with pytest.raises(RequestFailed, match="HTTP 500"):
         client.capture("run/0-0-1", "a", IDS, spec_hash(spec))
     store.remove(["other"])
     assert client.capture("run/0-0-2", "a", IDS, spec_hash(spec)).rows == len(IDS)

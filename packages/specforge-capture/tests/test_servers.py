@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from feature_flow import QUICK, Flow, forwarding, http_server, wait_until
 
+from specforge_capture.http_client import RequestRefused, ServerDown
 from specforge_capture.ledger import Entry
 from specforge_capture.refs import FeatureRef
 from specforge_capture.servers import Answer, Question, ServerPool, backoff
-from specforge_capture.wire import CaptureRefused, CaptureRequest, ServerDown
+from specforge_capture.wire import CaptureRequest
 from specforge_config.producer import ProducerConfig
 
 NOWHERE = "http://127.0.0.1:9"
@@ -77,7 +78,7 @@ def test_failures_are_answers_of_their_own_kind(flow: Flow) -> None:
         pool.ask(question(flow, 0))
         pool.ask(question(flow, 1))
         found = {answer.question.entry.position: answer.result for answer in answers(pool, 2)}
-    assert isinstance(found[0], CaptureRefused)
+    assert isinstance(found[0], RequestRefused)
     assert isinstance(found[1], ServerDown)
 
 

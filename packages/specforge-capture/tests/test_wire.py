@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
+from specforge_capture.http_client import RequestFailed, RequestRefused, ServerDown
 from specforge_capture.refs import FeatureRef
 from specforge_capture.wire import (
     CaptureClient,
-    CaptureFailed,
-    CaptureRefused,
     CaptureRequest,
     ServerDescription,
-    ServerDown,
     answer_json,
     error_json,
 )
@@ -82,26 +80,26 @@ def test_a_capture_is_asked_for_and_answered(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "error", "message"),
     [
-        (500, error_json("the store is full"), CaptureFailed, "HTTP 500: the store is full"),
-        (503, b"<html>busy</html>", CaptureFailed, "HTTP 503: b'<html>busy"),
-        (429, error_json("later"), CaptureFailed, "HTTP 429: later"),
-        (400, error_json("too long"), CaptureRefused, "HTTP 400: too long"),
-        (404, b"", CaptureRefused, "HTTP 404"),
-        (200, b"not json", CaptureFailed, "the answer is no JSON"),
-        (200, {"text": ""}, CaptureFailed, "holds no spec_capture"),
-        (200, {"meta_info": {"spec_capture": []}}, CaptureFailed, "required: one feature ref"),
-        (200, {"meta_info": {"spec_capture": [REF.to_json()] * 2}}, CaptureFailed, "one feature ref"),
-        (200, {"meta_info": {"spec_capture": [{"key": "x"}]}}, CaptureFailed, "not a feature ref"),
+        (500, error_json("the store is full"), RequestFailed, "HTTP 500: the store is full"),
+        (503, b"<html>busy</html>", RequestFailed, "HTTP 503: b'<html>busy"),
+        (429, error_json("later"), RequestFailed, "HTTP 429: later"),
+        (400, error_json("too long"), RequestRefused, "HTTP 400: too long"),
+        (404, b"", RequestRefused, "HTTP 404"),
+        (200, b"not json", RequestFailed, "the answer is no JSON"),
+        (200, {"text": ""}, RequestFailed, "holds no spec_capture"),
+        (200, {"meta_info": {"spec_capture": []}}, RequestFailed, "required: one feature ref"),
+        (200, {"meta_info": {"spec_capture": [REF.to_json()] * 2}}, RequestFailed, "one feature ref"),
+        (200, {"meta_info": {"spec_capture": [{"key": "x"}]}}, RequestFailed, "not a feature ref"),
         (
             200,
             answer_json(FeatureRef("run/0-1-0", "a:1", 2, 8, "float32", 2, (5,), "hash")),
-            CaptureFailed,
+            RequestFailed,
             "rows 2, asked for 3",
         ),
         (
             200,
             answer_json(FeatureRef("run/0-1-9", "a:1", 3, 8, "float32", 2, (5, 6), "hash")),
-            CaptureFailed,
+            RequestFailed,
             "key 'run/0-1-9', asked for 'run/0-1-0'",
         ),
     ],
@@ -142,7 +140,7 @@ def test_a_server_tells_what_it_captures(serve: Any, spec: CaptureSpec) -> None:
     description.require(spec)
     with pytest.raises(ValueError, match=r"layer_ids is \(0, 2, 3\), required \(0, 1\); spec_hash is"):
         description.require(spec.model_copy(update={"layer_ids": (0, 1)}))
-    with pytest.raises(CaptureRefused, match="required: spec_capture"):
+    with pytest.raises(RequestRefused, match="required: spec_capture"):
         serve(lambda path, body: (200, {"version": "0"})).describe()
 
 

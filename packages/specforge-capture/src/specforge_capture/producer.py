@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from specforge_capture.http_client import RequestRefused
 from specforge_capture.ledger import Entry, Ledger, Session, SessionChanged, read_identity
 from specforge_capture.prompts.cache import PromptSet
 from specforge_capture.prompts.plan import PromptPlan
@@ -27,7 +28,6 @@ from specforge_capture.roles import is_taken
 from specforge_capture.servers import Answer, Question, ServerPool, backoff
 from specforge_capture.stores.base import FeatureStore, StoreError, open_store
 from specforge_capture.watermarks import Held, largest_window
-from specforge_capture.wire import CaptureRefused
 from specforge_config.features import CaptureSpec
 from specforge_config.producer import ProducerConfig
 from specforge_config.store import FileStore, MooncakeStore
@@ -273,7 +273,7 @@ class _Work:
         """Have a failed sample asked for again: at once where a server is left that has not failed it, else
         after a wait, which counts."""
         entry, row, name = question.entry, question.row, question.name
-        if isinstance(error, CaptureRefused):
+        if isinstance(error, RequestRefused):
             raise ValueError(f"{name} of {len(row.input_ids)} tokens was refused: {error}") from error
         tried, due = question.tried | {server}, time.monotonic()
         if not self._pool.others(tried):

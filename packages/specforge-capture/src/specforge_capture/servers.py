@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specforge_capture.http_client import RequestFailed, RequestRefused, ServerDown
 from specforge_capture.ledger import Entry
 from specforge_capture.refs import FeatureRef, feature_width
 from specforge_capture.targets.base import PromptRow
-from specforge_capture.wire import CaptureClient, CaptureFailed, CaptureRefused, ServerDown
+from specforge_capture.wire import CaptureClient
 from specforge_config.features import CaptureSpec, spec_hash
 from specforge_config.producer import ProducerConfig
 
@@ -56,7 +57,7 @@ class Answer:
     question: Question
     server: str
     """Address of the server that it comes from."""
-    result: FeatureRef | ServerDown | CaptureFailed | CaptureRefused
+    result: FeatureRef | ServerDown | RequestFailed | RequestRefused
 
 
 def backoff(first: float, failures: int) -> float:
@@ -106,13 +107,13 @@ class Server:
 
         Raises:
             ServerDown: if the server is gone or too slow; it is set aside.
-            CaptureFailed: if this capture failed, or is not what was asked for; with several in a row the
+            RequestFailed: if this capture failed, or is not what was asked for; with several in a row the
                 server is set aside.
-            CaptureRefused: if the server will never capture it.
+            RequestRefused: if the server will never capture it.
         """
         try:
             ref = self._capture(question)
-        except (ServerDown, CaptureFailed) as error:
+        except (ServerDown, RequestFailed) as error:
             with self._lock:
                 self._failed_captures += 1
                 lasting = isinstance(error, ServerDown) or self._failed_captures >= _FAILURES_IN_A_ROW
@@ -128,7 +129,7 @@ class Server:
         ref = self._client.capture(entry.key, row.sample_id, row.input_ids.tolist(), self._hash)
         required = feature_width(self._spec), self._spec.dtype
         if (ref.width, ref.dtype) != required:
-            raise CaptureFailed(
+            raise RequestFailed(
                 f"{self.url}: rows of {ref.width} elements of {ref.dtype} captured, required {required[0]} "
                 f"of {required[1]}"
             )
@@ -137,7 +138,7 @@ class Server:
     def _try(self) -> None:
         try:
             description = self._health.describe()
-        except (ServerDown, CaptureFailed) as error:
+        except (ServerDown, RequestFailed) as error:
             self._set_aside(error)
             return
         try:
@@ -243,6 +244,6 @@ class ServerPool:
                 continue
             try:
                 result = server.capture(question)
-            except (ServerDown, CaptureFailed, CaptureRefused) as error:
+            except (ServerDown, RequestFailed, RequestRefused) as error:
                 result = error
             self._answers.put(Answer(question, server.url, result))

@@ -1,38 +1,22 @@
 """What a producer and a capture server say to each other: HTTP with JSON, on SGLang's own `/generate`.
 
 A request carries tokens and where the features shall go; its answer comes once every piece is readable and
-carries a ref, never states. A failure is one request's own: 500 for a capture that may be tried again, 400
-for one that never will succeed; `error.message` in the body says why. `GET /server_info` tells, under
+carries a ref, never states. Failures are told as `http_client` reads them. `GET /server_info` tells, under
 `spec_capture`, what the server captures, so that a producer can check the contract before the first prompt.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specforge_capture.http_client import RequestFailed, RequestRefused, ServerClient
 from specforge_capture.refs import FeatureRef
-from specforge_config.base import host_and_port
 from specforge_config.features import CaptureSpec, spec_hash
 
 FIELD = "spec_capture"
 """Name under which requests, answers and server descriptions hold what is ours."""
-_RETRIED = (408, 425, 429)
-
-
-class ServerDown(ConnectionError):
-    """A server cannot be reached, broke the connection, or did not answer in time."""
-
-
-class CaptureFailed(RuntimeError):
-    """A server did not capture a sample, or answered with something else; it may be asked again."""
-
-
-class CaptureRefused(ValueError):
-    """A server will never capture this request."""
 
 
 @dataclass(frozen=True)
@@ -165,38 +149,22 @@ def read_answer(body: Any, request: CaptureRequest) -> FeatureRef:
     return ref
 
 
-class CaptureClient:
-    """Speaks to one capture server; used from any number of threads, a connection a call.
-
-    Args:
-        url: `http://host:port`.
-        timeout: seconds that the server may stay silent.
-
-    Raises:
-        ValueError: for another kind of address.
-    """
-
-    def __init__(self, url: str, timeout: float) -> None:
-        scheme, _, address = url.rstrip("/").partition("://")
-        if scheme != "http":
-            raise ValueError(f"server address {url!r}; required: http://host:port")
-        self.url = url
-        self._address = host_and_port(address)
-        self._timeout = timeout
+class CaptureClient(ServerClient):
+    """Speaks to one capture server."""
 
     def describe(self) -> ServerDescription:
         """What the server captures.
 
         Raises:
             ServerDown: if it does not answer.
-            CaptureFailed: if it answers, but not yet with its information.
-            CaptureRefused: if it captures nothing.
+            RequestFailed: if it answers, but not yet with its information.
+            RequestRefused: if it captures nothing.
         """
-        body = self._exchange("GET", "/server_info")
+        body = self.ask("GET", "/server_info")
         try:
             return ServerDescription.from_json(body)
         except ValueError as error:
-            raise CaptureRefused(f"{self.url}: {error}") from None
+            raise RequestRefused(f"{self.url}: {error}") from None
 
     def capture(self, key: str, sample_id: str, input_ids: Sequence[int], spec_hash: str) -> FeatureRef:
         """Capture one sample; returns once its features are readable.
@@ -209,48 +177,13 @@ class CaptureClient:
 
         Raises:
             ServerDown: if the server does not answer.
-            CaptureFailed: if it failed, or answered with another capture than was asked for. Some of the
+            RequestFailed: if it failed, or answered with another capture than was asked for. Some of the
                 sample's objects may then lie in the store.
-            CaptureRefused: if it will never capture this sample.
+            RequestRefused: if it will never capture this sample.
         """
         request = CaptureRequest(key, sample_id, tuple(map(int, input_ids)), spec_hash)
-        body = self._exchange("POST", "/generate", request.to_json())
+        body = self.ask("POST", "/generate", request.to_json())
         try:
             return read_answer(body, request)
         except ValueError as error:
-            raise CaptureFailed(f"{self.url}: sample {sample_id!r}: {error}") from None
-
-    def _exchange(self, verb: str, path: str, body: Any = None) -> Any:
-        """Decoded JSON of the answer to one request."""
-        connection = http.client.HTTPConnection(*self._address, timeout=self._timeout)
-        try:
-            connection.request(
-                verb,
-                path,
-                None if body is None else json.dumps(body),
-                {"Content-Type": "application/json", "Connection": "close"},
-            )
-            response = connection.getresponse()
-            status, text = response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerDown(f"{self.url}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-        if 400 <= status < 500 and status not in _RETRIED:
-            raise CaptureRefused(f"{self.url}: HTTP {status}: {_message(text)}")
-        if status != 200:
-            raise CaptureFailed(f"{self.url}: HTTP {status}: {_message(text)}")
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise CaptureFailed(f"{self.url}: the answer is no JSON: {text[:200]!r}") from None
-
-
-def _message(text: bytes) -> str:
-    """What a server says about a failure: its `error.message`, or else the body's beginning. SGLang puts the
-    message of a 500 at the top."""
-    try:
-        body = json.loads(text)
-        return str(body.get("error", body)["message"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return repr(text[:500])
+            raise RequestFailed(f"{self.url}: sample {sample_id!r}: {error}") from None

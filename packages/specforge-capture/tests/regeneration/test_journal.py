@@ -53,6 +53,15 @@ def test_a_kill_before_the_first_line_is_whole_begins_anew(output: Path) -> None
         assert journal.rows == {}
 
 
+def test_a_start_that_answered_nothing_binds_no_settings(output: Path) -> None:
+    with open_journal(output, SETTINGS):
+        pass
+    with open_journal(output, SETTINGS | {"seed": 2}) as journal:
+        journal.add(0, {"id": "a"})
+    with open_journal(output, SETTINGS | {"seed": 2}) as journal:
+        assert journal.rows == {0: {"id": "a"}}
+
+
 def test_other_settings_are_refused_by_name(output: Path) -> None:
     with open_journal(output, SETTINGS) as journal:
         journal.add(0, {"id": "a"})

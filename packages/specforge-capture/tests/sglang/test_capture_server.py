@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from specforge_capture.wire import FIELD, CaptureFailed, CaptureRefused, CaptureRequest
+from specforge_capture.http_client import RequestFailed, RequestRefused
+from specforge_capture.wire import FIELD, CaptureRequest
 from specforge_config.features import spec_hash
 from specforge_config.store import FileStore
 
@@ -159,7 +160,7 @@ def test_a_failing_store_fails_its_request_alone(
         # One of 1 MB and one of 20 kB: there is room for the smaller.
         large = pool.submit(server.capture, "full/0-0-0", prompt(500))
         small = pool.submit(server.capture, "full/0-1-0", prompt(10))
-        with pytest.raises(CaptureFailed, match=r"HTTP 500: capture of sample .*0-0-0' failed: .*no room"):
+        with pytest.raises(RequestFailed, match=r"HTTP 500: capture of sample .*0-0-0' failed: .*no room"):
             large.result(SECONDS)
         assert small.result(SECONDS).shape == (10, 512)
     assert len(objects("full")) == 1
@@ -175,7 +176,7 @@ def test_an_aborted_capture_leaves_nothing(
             held = pool.submit(server.capture, "aborted/0-0-0", prompt(70))
             eventually(lambda: "#new-token: 70," in server.log.read_text(errors="replace"))
             post(server, "/abort_request", {"rid": "aborted/0-0-0"})
-            with pytest.raises(CaptureFailed):
+            with pytest.raises(RequestFailed):
                 held.result(SECONDS)
         assert server.capture("aborted/0-1-0", prompt(20)).shape == (20, 512)
     # The writer takes its work in order, and is behind the second.
@@ -219,5 +220,5 @@ def test_requests_that_cannot_be_captured_are_refused(
 
 
 def test_a_prompt_beyond_the_context_is_refused(server: Any) -> None:
-    with pytest.raises(CaptureRefused, match="HTTP 400"):
+    with pytest.raises(RequestRefused, match="HTTP 400"):
         server.capture("long/0-0-0", prompt(4000))

@@ -3,7 +3,11 @@ from typing import Any
 
 import pytest
 
-from specforge_capture.sglang.engine_args import CONTEXT_HEADROOM, resolve_engine_arguments
+from specforge_capture.sglang.engine_args import (
+    CONTEXT_HEADROOM,
+    resolve_answering_arguments,
+    resolve_engine_arguments,
+)
 from specforge_config.run import RunConfig
 from specforge_config.target import TargetShape
 
@@ -126,3 +130,26 @@ def test_a_server_holds_the_requests_in_flight_and_leaves_no_room_for_answers() 
     one = run_config(engine={"max_running_requests": 1, "max_total_tokens": 1007}, **served)
     values = resolve_engine_arguments(one, SHAPE, "cuda").keywords()
     assert (values["max_running_requests"], values["max_total_tokens"]) == (1, 1007)
+
+
+def test_where_prompts_are_answered_sglang_keeps_its_own_ways() -> None:
+    config = run_config(
+        engine={"tp_size": 2, "extra": {"disable_radix_cache": True}},
+        regeneration={"batch_size": 9},
+        deployment={"trainer": {"nproc_per_node": 2}},
+    )
+    values = resolve_answering_arguments(config, SHAPE, "cuda").keywords()
+    assert (values["tp_size"], values["max_running_requests"], values["context_length"]) == (2, 9, 1007)
+    assert values["disable_radix_cache"] is True, "what capture needs may be chosen here"
+    for name in (
+        "chunked_prefill_size",
+        "disable_cuda_graph",
+        "max_total_tokens",
+        "disable_custom_all_reduce",
+    ):
+        assert name not in values, "the engine chooses"
+    values = resolve_answering_arguments(config, SHAPE, "cpu").keywords()
+    assert values["max_total_tokens"] == 9 * 1024
+    seeded = run_config(engine={"extra": {"random_seed": 2}})
+    with pytest.raises(ValueError, match=r"extra\.random_seed is set; required: drop it, regeneration needs"):
+        resolve_answering_arguments(seeded, SHAPE, "cuda")

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from specforge_config.base import Config, InputPaths, repeated
+from specforge_config.base import Config, InputPaths, host_and_port, repeated
 
 
 class RegenerationConfig(Config):
@@ -26,12 +26,28 @@ class RegenerationConfig(Config):
     top_p: float = Field(1.0, gt=0, le=1)
     """Sampled from the fewest tokens that hold this share of the probability."""
     seed: NonNegativeInt = 0
-    """Seed of the sampling. Each answer has draws of its own, whatever is decoded beside it."""
+    """Seed of the sampling. Each answer has draws of its own, whatever is decoded beside it; SGLang
+    heeds them under `engine.extra: {enable_deterministic_inference: true}` alone."""
     batch_size: PositiveInt = 64
-    """Sequences decoded at once, for which the device must hold keys and values."""
+    """Sequences decoded at once, for which the device must hold keys and values; of `sglang`, on each
+    server."""
+    servers: tuple[str, ...] = ()
+    """`host:port` of SGLang servers of the target that run already; default: with `target.backend: sglang`,
+    servers of `engine.tp_size` GPUs each are started on all GPUs of this machine, and ended afterwards."""
+    startup_seconds: PositiveFloat = 1800.0
+    """How long such a server may take to load the target."""
+    answer_seconds: PositiveFloat = 1800.0
+    """How long a server may take to write one answer."""
 
     def _faults(self) -> Iterator[str]:
         for path in repeated(self.prompts):
             yield f"prompts lists {path} twice; required: each file once"
+        for address in self.servers:
+            try:
+                host_and_port(address)
+            except ValueError as error:
+                yield f"servers: {error}"
+        for address in repeated(self.servers):
+            yield f"servers lists {address} twice; required: each server once"
         if self.top_p < 1 and self.temperature == 0:
             yield f"top_p is {self.top_p}, but temperature 0 is greedy; required: a temperature, or top_p 1"

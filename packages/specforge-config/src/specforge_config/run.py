@@ -100,6 +100,11 @@ class RunConfig(Config):
         that it would ignore."""
         if self.target.backend != "hf":
             return
+        if self.regeneration.servers:
+            yield (
+                "regeneration.servers is set, but target.backend hf answers prompts in its own process; "
+                "required: drop regeneration.servers, or target.backend sglang"
+            )
         for name in unlike_default(self.engine):
             if name == "tp_size":
                 holder = "rank" if self.deployment.mode == "local_colocated" else "capture server"

@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from specforge_capture.http_client import RequestFailed, ServerDown
 from specforge_capture.sglang.leftovers import mapped_by_group, remove_unmapped
 from specforge_capture.stores.master import free_ports
-from specforge_capture.wire import CaptureClient, CaptureFailed, ServerDown
+from specforge_capture.wire import CaptureClient
 from specforge_config.base import host_and_port
 from specforge_config.deployment import Disaggregated
 from specforge_config.run import RunConfig
@@ -311,6 +312,6 @@ def _require_free(master: str) -> None:
 def _captures(address: str) -> bool:
     try:
         CaptureClient(f"http://{address}", _PROBE_SECONDS).describe()
-    except (ServerDown, CaptureFailed):
+    except (ServerDown, RequestFailed):
         return False
     return True

@@ -37,28 +37,39 @@ def regenerate(
       specforge-capture regenerate my.yaml
       specforge-capture regenerate smollm2-135m-dspark
       specforge-capture regenerate my.yaml regeneration.temperature=1 regeneration.output=data/sampled.jsonl
+      specforge-capture regenerate my.yaml target.backend=sglang
     """
     from specforge_config.loading import load_run
     from specforge_config.recipes import declared, find
 
     config = load_run(find(recipe, declared()), overrides or [])
+    from specforge_capture.http_client import RequestFailed, ServerDown
     from specforge_capture.regeneration.journal import manifest_path
     from specforge_capture.regeneration.run import output_path
     from specforge_capture.regeneration.run import regenerate as answer
     from specforge_capture.targets.gguf import with_saved_target
 
     output = output_path(config)
+    if config.target.backend == "sglang" and not config.regeneration.servers:
+        err.print(f"starting SGLang, which writes to {output}.server*.log", highlight=False, soft_wrap=True)
     try:
         with _progress() as report:
             manifest, before = answer(with_saved_target(config), report)
     except KeyboardInterrupt:
-        err.print(f"stopped; {output}.partial keeps what is done: the same command goes on", soft_wrap=True)
+        err.print(f"stopped; {_kept(output)}", soft_wrap=True)
         sys.exit(130)
+    except (ServerDown, RequestFailed) as error:
+        err.print(f"{error}\n{_kept(output)}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
     if before:
         out.print("these prompts have been answered before, under the same settings\n", highlight=False)
     out.print(_table(manifest, output, manifest_path(output)))
     for row in manifest["dropped"][:5]:
         out.print(f"dropped {row['id']}: {row['reason']}", style="yellow", markup=False, highlight=False)
+
+
+def _kept(output: Path) -> str:
+    return f"{output}.partial keeps what is done: the same command goes on"
 
 
 @contextmanager
@@ -71,10 +82,10 @@ def _progress() -> "Generator[Report]":
         task = bar.add_task("loading the target", total=None)
 
         def report(done: int, total: int, tokens: int) -> None:
-            nonlocal shown, first
+            nonlocal started, shown, first
             now = time.monotonic()
-            if first is None:
-                first = done
+            if first is None:  # the target is there
+                first, started = done, now
             rate = tokens / max(now - started, 1e-9)
             bar.update(task, completed=done, total=total, description=f"{tokens} tokens, {rate:.0f}/s")
             if err.is_terminal or now - shown < _QUIET_SECONDS:
@@ -96,7 +107,7 @@ def _table(manifest: dict[str, Any], output: Path, manifest_file: Path) -> Table
         "answers": f"{manifest['answers']} of {manifest['answer_tokens']} tokens",
         "cut at the limit": f"{manifest['length_limited']} rows",
         "inexact": f"{manifest['inexact']} rows whose text gives other tokens than the target wrote",
-        "speed": f"{manifest['tokens_per_s']} tokens/s, {manifest['seconds']} s",
+        "speed": f"{manifest['tokens_per_s']} tokens/s; {manifest['seconds']} s, loading the target included",
         "output": str(output),
         "sha256": manifest["sha256"],
         "manifest": str(manifest_file),

@@ -120,23 +120,26 @@ def open_journal(output: Path, settings: Settings) -> Generator[Journal]:
 
 
 def _recover(path: Path, file: IO[str], settings: Settings) -> dict[int, Row]:
-    """Rows in the file, which is cut behind its last whole line; a new file gets its first line."""
+    """Rows in the file, which is cut behind its last whole line; one without rows is begun anew."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))
     # Not str.splitlines: a string in JSON may hold U+2028 and other ends of a line that are not a file's.
     lines = whole.splitlines()
-    if not lines:
-        file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
-        file.flush()
-        return {}
     try:
-        _require_same(json.loads(lines[0])["settings"], settings, path)
+        begun = json.loads(lines[0])["settings"] if lines else settings
         parsed = [json.loads(line) for line in lines[1:]]
-        return {row["index"]: row["row"] for row in parsed}
+        rows = {row["index"]: row["row"] for row in parsed}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it to begin anew") from error
+    if rows:
+        _require_same(begun, settings, path)
+    else:  # nothing binds the settings yet
+        os.truncate(path, 0)
+        file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
+        file.flush()
+    return rows
 
 
 def _require_same(found: Settings, wanted: Settings, path: Path) -> None:

@@ -2,16 +2,18 @@
 
     prompt files -> dialogues -> decoding batch -> journal -> output and manifest
 
+The batch decodes in this process (`hf`) or on SGLang servers (`sglang`).
+
 Next turns of running dialogues go before new rows, so that few dialogues are open at a time.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +24,8 @@ from specforge_capture.prompts.sources import Conversation, Rejected, SourceRow,
 from specforge_capture.prompts.special_tokens import resolve_special_tokens
 from specforge_capture.regeneration.dialogue import Dialogue
 from specforge_capture.regeneration.journal import Journal, file_sha256, finished_manifest, open_journal
+from specforge_capture.regeneration.served import AnswerClient, ServedBatch
+from specforge_capture.sglang.answer_servers import answer_servers
 from specforge_capture.targets.batch import Answer, DecodingBatch, Request
 from specforge_capture.targets.loading import load_model
 from specforge_capture.targets.sampling import Sampling
@@ -38,7 +42,7 @@ class _Answerer:
 
     config: RunConfig
     renderer: ChatRenderer
-    batch: DecodingBatch
+    batch: DecodingBatch | ServedBatch
     journal: Journal
 
     def next_request(self, dialogue: Dialogue) -> Request | None:
@@ -65,13 +69,11 @@ def regenerate(
 
     Raises:
         ValueError: for no prompts, unreadable files, settings that another start of the same output had
-            otherwise, and under `data.strict` for the first row that cannot be answered.
+            otherwise, servers of another target, and under `data.strict` for the first row that cannot be
+            answered.
+        ServerDown: if an SGLang server does not answer.
+        RequestFailed: if one failed a request.
     """
-    if config.target.backend != "hf":
-        raise ValueError(
-            f"not implemented yet: regeneration with target.backend={config.target.backend} (built: hf): "
-            "add target.backend=hf to the command"
-        )
     rows = list(_rows(config))
     tokenizer = load_tokenizer(config.target.path)
     renderer = ChatRenderer(tokenizer, config.data.chat_template, config.data.enable_thinking)
@@ -81,16 +83,21 @@ def regenerate(
         return manifest, True
     started = time.monotonic()
     special = resolve_special_tokens(tokenizer, config.target.path, renderer)
-    with open_journal(output, settings) as journal:
-        model = _load(config, settings["dtype"])
-        sampled = config.regeneration
-        sampling = Sampling(sampled.temperature, sampled.top_p, sampled.seed)
-        batch = DecodingBatch(model, special.stop, sampled.batch_size, sampling)
-        with naming_budgets("answering prompts", "lower regeneration.batch_size or data.max_length"):
-            tokens = _answer(_Answerer(config, renderer, batch, journal), rows, report)
-        seconds = time.monotonic() - started
-        facts = {"target": config.target.path, **_count(journal)}
-        facts |= {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1)}
+    with (
+        open_journal(output, settings) as journal,
+        _answering(config, settings["dtype"], special.stop, output) as (batch, engine),
+        naming_budgets("answering prompts", "lower regeneration.batch_size or data.max_length"),
+    ):
+        loaded = time.monotonic()
+        tokens = _answer(_Answerer(config, renderer, batch, journal), rows, report)
+        ended = time.monotonic()
+        facts = {
+            "target": config.target.path,
+            **engine,
+            **_count(journal),
+            "seconds": round(ended - started, 1),
+        }
+        facts["tokens_per_s"] = round(tokens / max(ended - loaded, 1e-9), 1)
         return journal.finish(facts), False
 
 
@@ -118,6 +125,7 @@ def _settings(config: RunConfig, renderer: ChatRenderer) -> dict[str, Any]:
     shape = read_target_shape(target.path)
     return {
         "revision": target.revision or target_revision(target.path),
+        **({} if target.backend == "hf" else {"backend": target.backend}),
         "dtype": target.element_type(shape),
         "template": renderer.hash,
         "template_settings": renderer.settings,
@@ -131,13 +139,32 @@ def _settings(config: RunConfig, renderer: ChatRenderer) -> dict[str, Any]:
     }
 
 
-def _load(config: RunConfig, dtype: str) -> PreTrainedModel:
-    trainer = config.deployment.trainer
-    device = trainer.device
+@contextmanager
+def _answering(
+    config: RunConfig, dtype: str, stop_ids: Collection[int], output: Path
+) -> Generator[tuple[DecodingBatch | ServedBatch, dict[str, Any]]]:
+    """What answers, and what the manifest says of it."""
+    how, device = config.regeneration, config.deployment.trainer.device
+    sampling = Sampling(how.temperature, how.top_p, how.seed)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.target.backend == "hf":
+        yield DecodingBatch(_load(config, dtype, device), stop_ids, how.batch_size, sampling), {}
+        return
+    shape = read_target_shape(config.target.path)
+    with ExitStack() as stack:
+        urls = [f"http://{address}" for address in how.servers] or stack.enter_context(
+            answer_servers(config, shape, device, output.with_name(output.name + ".server"))
+        )
+        clients = [AnswerClient(url, how.answer_seconds) for url in urls]
+        served = [client.require(config.target.path, shape, dtype) for client in clients]
+        versions = sorted({f"sglang {one.version}" for one in served})
+        yield ServedBatch(clients, stop_ids, how.batch_size, sampling), {"engine": ", ".join(versions)}
+
+
+def _load(config: RunConfig, dtype: str, device: Literal["cpu", "cuda"]) -> PreTrainedModel:
     if device == "cuda":
-        torch.set_num_threads(trainer.threads(on_gpu=True))
+        torch.set_num_threads(config.deployment.trainer.threads(on_gpu=True))
     model: Any = load_model(config.target.path, getattr(torch, dtype))
     return model.to(device)
 

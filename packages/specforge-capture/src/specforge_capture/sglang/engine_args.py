@@ -1,9 +1,10 @@
 """The engine's arguments, resolved once from a run: keywords in process and a server's command line are two
 views.
 
-Invariant: one prefill takes whole rows of up to `data.max_length` tokens, and SGLang never cuts, reorders or
-reuses them: no chunked prefill, no prefix cache, no overlap, no CUDA graph. In process a prefill is a whole
-island batch, `tp_size * batch_size` rows; a capture server prefills what has arrived.
+Invariant of capture: one prefill takes whole rows of up to `data.max_length` tokens, and SGLang never cuts,
+reorders or reuses them: no chunked prefill, no prefix cache, no overlap, no CUDA graph. In process a prefill
+is a whole island batch, `tp_size * batch_size` rows; a capture server prefills what has arrived. Where SGLang
+answers prompts instead, all of that is on, as far as the device goes.
 
 Pure: imports neither SGLang nor torch.
 """
@@ -80,6 +81,67 @@ def resolve_engine_arguments(
     if isinstance(config.deployment, Disaggregated):
         requests, served = engine.max_running_requests or config.deployment.producer.in_flight, True
     context = engine.context_length or _default_context(config, target)
+    values = {
+        **_common(config, target, device, context),
+        "max_running_requests": engine.max_running_requests or requests,
+        "max_total_tokens": engine.max_total_tokens or _pool(requests, longest, context),
+        "chunked_prefill_size": -1,
+        "disable_radix_cache": True,
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "sampling_backend": "pytorch",
+        "random_seed": config.seed,
+    }
+    if engine.tp_size > 1 and not served:
+        # SGLang's own all-reduce maps peers' memory, which the trainer's NCCL shares a device with.
+        values["disable_custom_all_reduce"] = True
+    faults = [*_faults(config, target, context), *_extra_faults(config, values, "capture")]
+    if not served:
+        faults += _island_faults(config, requests)
+    if faults:
+        raise ValueError("\n".join(faults))
+    return EngineArguments(values | config.engine.extra)
+
+
+def resolve_answering_arguments(
+    config: RunConfig, target: TargetShape, device: Literal["cpu", "cuda"]
+) -> EngineArguments:
+    """Settle the arguments of a server that answers the prompts of `regeneration`.
+
+    Args:
+        config: the run.
+        target: the target's shape.
+        device: where it computes.
+
+    Raises:
+        ValueError: a line for each setting that the engine cannot serve with.
+    """
+    engine, slots = config.engine, config.regeneration.batch_size
+    context = engine.context_length or config.data.max_length + CONTEXT_HEADROOM
+    values = {
+        **_common(config, target, device, context),
+        "max_running_requests": engine.max_running_requests or slots,
+        "random_seed": config.regeneration.seed,
+    }
+    if device == "cpu":
+        values |= {
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "sampling_backend": "pytorch",
+        }
+        values["max_total_tokens"] = _pool(slots, config.data.max_length, context)
+    if engine.max_total_tokens is not None:
+        values["max_total_tokens"] = engine.max_total_tokens
+    if faults := [*_faults(config, target, context), *_extra_faults(config, values, "regeneration")]:
+        raise ValueError("\n".join(faults))
+    return EngineArguments(values | engine.extra)
+
+
+def _common(
+    config: RunConfig, target: TargetShape, device: Literal["cpu", "cuda"], context: int
+) -> dict[str, Value]:
+    """What does not depend on the engine's task."""
+    engine = config.engine
     values: dict[str, Value] = {
         "model_path": config.target.path,
         "device": device,
@@ -88,34 +150,21 @@ def resolve_engine_arguments(
         "tp_size": engine.tp_size,
         "ep_size": engine.ep_size,
         "context_length": context,
-        "max_running_requests": engine.max_running_requests or requests,
-        "max_total_tokens": engine.max_total_tokens
-        or max(requests * _pages(longest + CONTEXT_HEADROOM), _pages(context)),
-        "chunked_prefill_size": -1,
-        "disable_radix_cache": True,
-        "disable_cuda_graph": True,
-        "disable_overlap_schedule": True,
         "skip_tokenizer_init": True,
-        "sampling_backend": "pytorch",
         "grammar_backend": "none",
-        "random_seed": config.seed,
     }
-    if engine.tp_size > 1 and not served:
-        # SGLang's own all-reduce maps peers' memory, which the trainer's NCCL shares a device with.
-        values["disable_custom_all_reduce"] = True
     optional = {
         "attention_backend": engine.attention_backend or ("torch_native" if device == "cpu" else None),
         "moe_runner_backend": engine.moe_runner_backend,
         # SGLang asks for the share on a CPU, where it bounds nothing: the pool has max_total_tokens.
         "mem_fraction_static": engine.mem_fraction_static or (0.5 if device == "cpu" else None),
     }
-    values |= {name: value for name, value in optional.items() if value is not None}
-    faults = [*_faults(config, target, context), *_extra_faults(config, values)]
-    if not served:
-        faults += _island_faults(config, requests)
-    if faults:
-        raise ValueError("\n".join(faults))
-    return EngineArguments(values | config.engine.extra)
+    return values | {name: value for name, value in optional.items() if value is not None}
+
+
+def _pool(requests: int, longest: int, context: int) -> int:
+    """Tokens of a pool that holds so many of the longest rows."""
+    return max(requests * _pages(longest + CONTEXT_HEADROOM), _pages(context))
 
 
 def engine_environment(device: Literal["cpu", "cuda"], tp_size: int) -> dict[str, str]:
@@ -179,10 +228,10 @@ def _island_faults(config: RunConfig, requests: int) -> Iterator[str]:
         )
 
 
-def _extra_faults(config: RunConfig, values: dict[str, Value]) -> Iterator[str]:
+def _extra_faults(config: RunConfig, values: dict[str, Value], task: str) -> Iterator[str]:
     for name in sorted(config.engine.extra):
         if name in values:
-            yield f"engine.extra.{name} is set; required: drop it, capture needs {name}={values[name]!r}"
+            yield f"engine.extra.{name} is set; required: drop it, {task} needs {name}={values[name]!r}"
         elif name in _OTHER_ENGINES:
             yield (
                 f"engine.extra.{name} is set; required: drop it, an island or capture server runs one engine "

@@ -6,10 +6,8 @@ every interface: Mooncake has no setting for that.)
 """
 
 import math
-import os
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from specforge_capture.stores.base import StoreError
+from specforge_capture.tied import tied
 
 NOT_INSTALLED = (
     "store.kind mooncake: Mooncake is not installed: pip install 'specforge-capture[mooncake]', on GPU hosts "
@@ -29,11 +28,6 @@ CLIENT_TTL_SECONDS = 10
 """A client that was silent for so long is gone, and its objects with it."""
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 10.0
-# The master is killed with the thread that started it (PR_SET_PDEATHSIG, which survives the exec).
-_TIED = (
-    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
-    "os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
-)
 
 
 @dataclass(frozen=True)
@@ -133,10 +127,9 @@ def start_master(settings: MasterSettings, log: Path) -> subprocess.Popen[bytes]
             _bound(settings.host, port).close()
         except OSError as error:
             raise StoreError(f"port {port} of {settings.host}, for the Mooncake master: {error}") from error
-    tied = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid())]
     with open(log, "ab") as output:
         return subprocess.Popen(
-            [*tied, *settings.command()],
+            tied(settings.command()),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
