@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,16 @@ def test_without_prompts_nothing_starts(recipe: Recipe, change: dict[str, Any], 
     assert not partial_path(output_path(config)).exists()
 
 
+@pytest.mark.skipif(any(metadata.distributions(name="sglang")), reason="SGLang is installed here")
 def test_without_sglang_its_answers_are_refused(recipe: Recipe) -> None:
     config = recipe()
     target = config.target.model_copy(update={"backend": "sglang"})
     with pytest.raises(ValueError, match=r"SGLang is not installed; .*or regeneration\.servers"):
         regenerate(config.model_copy(update={"target": target}))
+
+
+def test_random_weights_answer_nothing(recipe: Recipe) -> None:
+    config = recipe()
+    engine = config.engine.model_copy(update={"load_format": "dummy"})
+    with pytest.raises(ValueError, match=r"engine\.load_format is dummy; required: auto"):
+        regenerate(config.model_copy(update={"engine": engine}))

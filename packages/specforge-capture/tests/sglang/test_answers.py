@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specforge_capture.http_client import ServerDown
 from specforge_capture.regeneration.journal import partial_path
 from specforge_capture.regeneration.run import output_path, regenerate
+from specforge_capture.sglang.answer_servers import _places
 from specforge_config.run import RunConfig
 from specforge_config.store import FileStore
 
@@ -47,11 +49,13 @@ def recipe(address: str, tmp_path: Path) -> Callable[..., RunConfig]:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(CHATS[:12]))
 
-    def make(target: Path = TARGET, dtype: str = "float32", **settings: Any) -> RunConfig:
+    def make(
+        target: Path = TARGET, dtype: str = "float32", max_length: int = 1024, **settings: Any
+    ) -> RunConfig:
         regeneration = {"prompts": str(prompts), "output": str(tmp_path / "answers.jsonl"), "batch_size": 4}
         return RunConfig.model_validate({
             "target": {"path": str(target), "dtype": dtype, "backend": "sglang"},
-            "data": {"train": "unused.jsonl", "max_length": 1024},
+            "data": {"train": "unused.jsonl", "max_length": max_length},
             "regeneration": {**regeneration, "servers": [address], **settings},
             "deployment": {"trainer": {"device": "cpu"}},
         })  # fmt: skip
@@ -97,8 +101,21 @@ def test_servers_of_another_target_are_refused(recipe: Callable[..., RunConfig],
         regenerate(recipe(target=other))
     with pytest.raises(ValueError, match=r"computes in float32, required bfloat16: set target\.dtype"):
         regenerate(recipe(dtype="bfloat16"))
+    with pytest.raises(ValueError, match=r"takes \d+ tokens, required 4000: lower data\.max_length"):
+        regenerate(recipe(max_length=4000))
     with pytest.raises(ServerDown, match=r"http://127\.0\.0\.1:1: ConnectionRefusedError"):
         regenerate(recipe(servers=["127.0.0.1:1"]))
+
+
+def test_gpus_are_cut_into_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _places(1) == ["0", "1", "2"]
+    assert _places(2) == ["0,1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-a,2")
+    assert _places(1) == ["7", "GPU-a", "2"]
+    with pytest.raises(ValueError, match=r"engine\.tp_size is 4; required: at most .*, 3"):
+        _places(4)
 
 
 RECIPE = f"""\
@@ -119,10 +136,16 @@ def test_neither_a_killed_server_nor_a_killed_command_loses_an_answer(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     environment.pop("PYTHONPATH", None)
 
-    def start() -> subprocess.Popen[str]:
-        command = [str(sglang_python), "-m", "specforge_capture.cli", "regenerate", "recipe.yaml"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes)
+    def start(*overrides: str) -> subprocess.Popen[str]:
+        command = [str(sglang_python), "-m", "specforge_capture.cli", "regenerate", "recipe.yaml", *overrides]
+        return subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def server_of(process: subprocess.Popen[str], rows: int) -> int:
         """Its server's process group, once so many rows are there."""
@@ -134,10 +157,18 @@ def test_neither_a_killed_server_nor_a_killed_command_loses_an_answer(
         (group,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         return int(group)
 
+    process = start("engine.extra.quantization=none_such")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, text
+    assert "the SGLang server ended with code" in text
+    assert "none_such" in text, "in the end of its log"
+    assert "nothing was answered yet" in text
+
     process = start()
     os.killpg(server_of(process, 2), signal.SIGKILL)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 1, text
+    assert "the SGLang server ended with code -9; the end of answers.jsonl.server0.log" in text
     assert "keeps what is done: the same command goes on" in text
     kept = partial_path(output).read_text().count("\n") - 1
     assert 2 <= kept < ROWS, "stopped in the midst"

@@ -24,7 +24,8 @@ class EngineConfig(Config):
     mem_fraction_static: float | None = Field(None, gt=0, lt=1)
     """Share of device memory for the target's weights and token pool."""
     max_total_tokens: PositiveInt | None = None
-    """Tokens of the pool; default: what one island batch needs."""
+    """Tokens of the pool; default: what one island batch needs, or the engine's choice where it answers
+    prompts."""
     max_running_requests: PositiveInt | None = None
     """Requests of one prefill; default: what one island batch needs."""
     attention_backend: str | None = None

@@ -27,7 +27,8 @@ class RegenerationConfig(Config):
     """Sampled from the fewest tokens that hold this share of the probability."""
     seed: NonNegativeInt = 0
     """Seed of the sampling. Each answer has draws of its own, whatever is decoded beside it; SGLang
-    heeds them under `engine.extra: {enable_deterministic_inference: true}` alone."""
+    heeds them under `--enable-deterministic-inference` alone, which `engine.extra` gives to servers that are
+    started for it."""
     batch_size: PositiveInt = 64
     """Sequences decoded at once, for which the device must hold keys and values; of `sglang`, on each
     server."""
@@ -37,7 +38,7 @@ class RegenerationConfig(Config):
     startup_seconds: PositiveFloat = 1800.0
     """How long such a server may take to load the target."""
     answer_seconds: PositiveFloat = 1800.0
-    """How long a server may take to write one answer."""
+    """How long a server may take to give one answer, those before it in its queue included."""
 
     def _faults(self) -> Iterator[str]:
         for path in repeated(self.prompts):

@@ -43,7 +43,7 @@ def regenerate(
     from specforge_config.recipes import declared, find
 
     config = load_run(find(recipe, declared()), overrides or [])
-    from specforge_capture.http_client import RequestFailed, ServerDown
+    from specforge_capture.http_client import RequestFailed, RequestRefused, ServerDown
     from specforge_capture.regeneration.journal import manifest_path
     from specforge_capture.regeneration.run import output_path
     from specforge_capture.regeneration.run import regenerate as answer
@@ -58,7 +58,7 @@ def regenerate(
     except KeyboardInterrupt:
         err.print(f"stopped; {_kept(output)}", soft_wrap=True)
         sys.exit(130)
-    except (ServerDown, RequestFailed) as error:
+    except (ServerDown, RequestFailed, RequestRefused) as error:
         err.print(f"{error}\n{_kept(output)}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     if before:
@@ -69,7 +69,12 @@ def regenerate(
 
 
 def _kept(output: Path) -> str:
-    return f"{output}.partial keeps what is done: the same command goes on"
+    from specforge_capture.regeneration.journal import partial_path
+
+    partial = partial_path(output)
+    if not partial.is_file() or partial.read_bytes().count(b"\n") < 2:
+        return "nothing was answered yet"
+    return f"{partial} keeps what is done: the same command goes on"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ Next turns of running dialogues go before new rows, so that few dialogues are op
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from specforge_capture.prompts.sources import Conversation, Rejected, SourceRow,
 from specforge_capture.prompts.special_tokens import resolve_special_tokens
 from specforge_capture.regeneration.dialogue import Dialogue
 from specforge_capture.regeneration.journal import Journal, file_sha256, finished_manifest, open_journal
-from specforge_capture.regeneration.served import AnswerClient, ServedBatch
+from specforge_capture.regeneration.served import PROBE_SECONDS, AnswerClient, ServedBatch
 from specforge_capture.sglang.answer_servers import answer_servers
 from specforge_capture.targets.batch import Answer, DecodingBatch, Request
 from specforge_capture.targets.loading import load_model
@@ -71,9 +71,11 @@ def regenerate(
         ValueError: for no prompts, unreadable files, settings that another start of the same output had
             otherwise, servers of another target, and under `data.strict` for the first row that cannot be
             answered.
-        ServerDown: if an SGLang server does not answer.
-        RequestFailed: if one failed a request.
+        ServerDown: if no SGLang server answers.
+        RequestFailed: if one failed a request again and again.
     """
+    if config.dummy_weights:
+        raise ValueError("engine.load_format is dummy; required: auto, for answers of the target's own")
     rows = list(_rows(config))
     tokenizer = load_tokenizer(config.target.path)
     renderer = ChatRenderer(tokenizer, config.data.chat_template, config.data.enable_thinking)
@@ -125,7 +127,7 @@ def _settings(config: RunConfig, renderer: ChatRenderer) -> dict[str, Any]:
     shape = read_target_shape(target.path)
     return {
         "revision": target.revision or target_revision(target.path),
-        **({} if target.backend == "hf" else {"backend": target.backend}),
+        **_engine_settings(config),
         "dtype": target.element_type(shape),
         "template": renderer.hash,
         "template_settings": renderer.settings,
@@ -137,6 +139,14 @@ def _settings(config: RunConfig, renderer: ChatRenderer) -> dict[str, Any]:
         "top_p": how.top_p,
         "seed": how.seed,
     }
+
+
+def _engine_settings(config: RunConfig) -> dict[str, Any]:
+    """Nothing for transformers: outputs of before there was another backend are finished still."""
+    if config.target.backend == "hf":
+        return {}
+    extra = {} if config.regeneration.servers else config.engine.extra
+    return {"backend": config.target.backend, **({"engine.extra": extra} if extra else {})}
 
 
 @contextmanager
@@ -151,15 +161,15 @@ def _answering(
     if config.target.backend == "hf":
         yield DecodingBatch(_load(config, dtype, device), stop_ids, how.batch_size, sampling), {}
         return
-    shape = read_target_shape(config.target.path)
     with ExitStack() as stack:
         urls = [f"http://{address}" for address in how.servers] or stack.enter_context(
-            answer_servers(config, shape, device, output.with_name(output.name + ".server"))
+            answer_servers(config, device, output.with_name(output.name + ".server"))
         )
-        clients = [AnswerClient(url, how.answer_seconds) for url in urls]
-        served = [client.require(config.target.path, shape, dtype) for client in clients]
+        served = [AnswerClient(url, PROBE_SECONDS).require(config) for url in urls]
         versions = sorted({f"sglang {one.version}" for one in served})
-        yield ServedBatch(clients, stop_ids, how.batch_size, sampling), {"engine": ", ".join(versions)}
+        clients = [AnswerClient(url, how.answer_seconds) for url in urls]
+        batch = stack.enter_context(closing(ServedBatch(clients, stop_ids, how.batch_size, sampling)))
+        yield batch, {"engine": ", ".join(versions)}
 
 
 def _load(config: RunConfig, dtype: str, device: Literal["cpu", "cuda"]) -> PreTrainedModel:

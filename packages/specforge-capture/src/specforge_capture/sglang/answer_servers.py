@@ -24,11 +24,12 @@ from specforge_capture.sglang.versions import installed_version
 from specforge_capture.stores.master import free_ports
 from specforge_capture.tied import tied
 from specforge_config.run import RunConfig
-from specforge_config.target import TargetShape
+from specforge_config.target import read_target_shape
 
 _HOST = "127.0.0.1"
 _PROBE_SECONDS = 5.0
 _TICK_SECONDS = 0.2
+_END_SECONDS = 30.0
 _TAIL_LINES = 20
 
 
@@ -44,14 +45,11 @@ class _Started:
 
 
 @contextmanager
-def answer_servers(
-    config: RunConfig, target: TargetShape, device: Literal["cpu", "cuda"], logs: Path
-) -> Generator[list[str]]:
+def answer_servers(config: RunConfig, device: Literal["cpu", "cuda"], logs: Path) -> Generator[list[str]]:
     """Servers of the target.
 
     Args:
         config: the run.
-        target: the target's shape.
         device: where they compute.
         logs: prefix of their log files.
 
@@ -60,12 +58,14 @@ def answer_servers(
 
     Raises:
         ValueError: if SGLang is not installed, for settings that it cannot serve with, and for too few GPUs.
-        ServerDown: if one ends, or does not answer within `regeneration.startup_seconds`.
+        ServerDown: if one ends, or does not answer within `regeneration.startup_seconds`; with the end of its
+            log, also where the block raised it.
     """
     try:
         installed_version()
     except ValueError as error:
         raise ValueError(f"{error}, or regeneration.servers that run elsewhere") from None
+    target = read_target_shape(config.target.path)
     arguments = resolve_answering_arguments(config, target, device).command_line()
     environment = {**os.environ, **engine_environment(device, config.engine.tp_size)}
     started: list[_Started] = []
@@ -76,6 +76,9 @@ def answer_servers(
             started.append(_start(arguments, port, environment | variables, Path(f"{logs}{index}.log")))
         _await(started, config.regeneration.startup_seconds)
         yield [server.url for server in started]
+    except ServerDown as error:
+        _require_alive(started, error)
+        raise
     finally:
         _stop(started)
 
@@ -96,7 +99,7 @@ def _places(tp_size: int) -> list[str | None]:
 
 def _start(arguments: Sequence[str], port: int, environment: dict[str, str], log: Path) -> _Started:
     listen = ("--host", _HOST, "--port", str(port), "--log-level", "warning", "--log-level-http", "warning")
-    with open(log, "wb") as output:
+    with open(log, "ab") as output:
         process = subprocess.Popen(
             tied([sys.executable, "-m", "sglang.launch_server", *listen, *arguments]),
             stdin=subprocess.DEVNULL,
@@ -112,9 +115,7 @@ def _start(arguments: Sequence[str], port: int, environment: dict[str, str], log
 def _await(started: Sequence[_Started], seconds: float) -> None:
     deadline, silent = time.monotonic() + seconds, list(started)
     while silent:
-        for server in started:
-            if (code := server.process.poll()) is not None:
-                raise ServerDown(f"the SGLang server ended with code {code}; {server.tail()}")
+        _require_alive(started)
         if time.monotonic() > deadline:
             raise ServerDown(
                 f"the SGLang server does not answer after {seconds:g} s (regeneration.startup_seconds); "
@@ -122,6 +123,12 @@ def _await(started: Sequence[_Started], seconds: float) -> None:
             )
         silent = [server for server in silent if not _answers(server.url)]
         time.sleep(_TICK_SECONDS)
+
+
+def _require_alive(started: Sequence[_Started], cause: ServerDown | None = None) -> None:
+    for server in started:
+        if (code := server.process.poll()) is not None:
+            raise ServerDown(f"the SGLang server ended with code {code}; {server.tail()}") from cause
 
 
 def _answers(url: str) -> bool:
@@ -134,9 +141,12 @@ def _answers(url: str) -> bool:
 
 def _stop(started: Sequence[_Started]) -> None:
     """End the servers with their children, which keep nothing, and remove what they leave."""
+    shared: set[Path] = set()
     for server in started:
-        shared = mapped_by_group(server.process.pid)
+        shared |= mapped_by_group(server.process.pid)
         with suppress(ProcessLookupError):
             os.killpg(server.process.pid, signal.SIGKILL)
-        server.process.wait()
-        remove_unmapped(shared)
+    for server in started:
+        with suppress(subprocess.TimeoutExpired):  # one that the kernel holds
+            server.process.wait(_END_SECONDS)
+    remove_unmapped(shared)

@@ -4,7 +4,7 @@ views.
 Invariant of capture: one prefill takes whole rows of up to `data.max_length` tokens, and SGLang never cuts,
 reorders or reuses them: no chunked prefill, no prefix cache, no overlap, no CUDA graph. In process a prefill
 is a whole island batch, `tp_size * batch_size` rows; a capture server prefills what has arrived. Where SGLang
-answers prompts instead, all of that is on, as far as the device goes.
+answers prompts instead, chunked prefill, prefix cache, overlap and CUDA graphs are as SGLang sets them.
 
 Pure: imports neither SGLang nor torch.
 """
@@ -34,9 +34,11 @@ _OTHER_ENGINES = (
     "dist_init_addr",
     "pp_size",
     "speculative_algorithm",
+    "host",
+    "port",
 )
-"""Arguments under which a rank would see less than the whole batch, or whose ranks are the trainer's to
-place."""
+"""Arguments under which a rank would see less than the whole batch, or whose ranks or address are not the
+recipe's to place."""
 
 Value = str | int | float | bool
 
@@ -206,7 +208,7 @@ def _faults(config: RunConfig, target: TargetShape, context: int) -> Iterator[st
         )
     if engine.dp_size != 1:
         yield (
-            f"engine.dp_size is {engine.dp_size}; required: 1, as islands and capture servers are the data "
+            f"engine.dp_size is {engine.dp_size}; required: 1, as islands and servers are the data "
             "parallelism of a run, and a rank of a data-parallel engine would see a part of a batch"
         )
 
@@ -234,6 +236,6 @@ def _extra_faults(config: RunConfig, values: dict[str, Value], task: str) -> Ite
             yield f"engine.extra.{name} is set; required: drop it, {task} needs {name}={values[name]!r}"
         elif name in _OTHER_ENGINES:
             yield (
-                f"engine.extra.{name} is set; required: drop it, an island or capture server runs one engine "
-                "over its tp_size ranks"
+                f"engine.extra.{name} is set; required: drop it, {task} needs an engine over tp_size ranks "
+                "at an address of its own"
             )
