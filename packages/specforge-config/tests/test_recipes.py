@@ -17,5 +17,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_known(tmp_path: Path) -> Non
         ValueError, match=r"no recipe 'slow': required the path of a YAML file or one of quick$"
     ):
         find("slow", {"quick": tmp_path})
-    with pytest.raises(ValueError, match=r"or one of none$"):
+    with pytest.raises(ValueError, match=r"it is a folder; required .* or one of none$"):
         find(str(tmp_path), {})
+    with pytest.raises(ValueError, match=r"did you mean 'quickstart'\?$"):
+        find("quikstart", {"quickstart": tmp_path})

@@ -42,7 +42,13 @@ def test_copying_overwrites_nothing(recipe: Path, tmp_path: Path) -> None:
     taken = tmp_path / "mine" / "eval.jsonl"
     taken.parent.mkdir()
     taken.write_text("mine")
-    with pytest.raises(ValueError, match=r"eval\.jsonl exists"):
+    with pytest.raises(ValueError, match=r"there already: .*eval\.jsonl;"):
         recipes.copy(str(recipe), tmp_path / "mine")
     assert taken.read_text() == "mine"
     assert not (tmp_path / "mine" / "small.yaml").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write .*file/mine: .*Not a directory"):
+        recipes.copy(str(recipe), tmp_path / "file" / "mine")

@@ -85,3 +85,10 @@ def test_a_follower_reads_whole_lines_from_where_it_began(tmp_path: Path) -> Non
         assert follower.lines() == ["loading 100%", "by\u2028word"]
     path.write_text("anew\n")
     assert follower.lines() == ["anew"]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = RunFolder(tmp_path / "file" / "run")
+    with pytest.raises(ValueError, match=r"output_dir: cannot write .*file/run"), folder.lock("node0"):
+        pass

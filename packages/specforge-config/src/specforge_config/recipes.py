@@ -2,6 +2,7 @@
 of its recipes as an entry point of `GROUP`; nobody who reads them needs to know who that is.
 """
 
+import difflib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -27,6 +28,9 @@ def find(recipe: str, shipped: Mapping[str, Path]) -> Path:
         return path
     if recipe in shipped:
         return shipped[recipe]
+    near = difflib.get_close_matches(recipe, shipped, n=1)
+    found = "it is a folder; " if path.is_dir() else ""
     raise ValueError(
-        f"no recipe {recipe!r}: required the path of a YAML file or one of {', '.join(shipped) or 'none'}"
+        f"no recipe {recipe!r}: {found}required the path of a YAML file or one of "
+        f"{', '.join(shipped) or 'none'}" + (f"; did you mean {near[0]!r}?" if near else "")
     )

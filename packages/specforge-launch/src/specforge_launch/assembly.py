@@ -95,7 +95,11 @@ def prepare(config: RunConfig, report: Report = lambda event: None) -> Prepared:
 
 
 def join(prepared: Prepared) -> tuple[World, Checkpoints]:
-    """Join the other ranks, and find where the run stands."""
+    """Join the other ranks, and find where the run stands.
+
+    Raises:
+        ValueError: if it stands behind its own end, or its folder holds another run.
+    """
     config = prepared.config
     world = start_world(config.deployment.trainer, config.topology, config.training.sharding)
     checkpoints = Checkpoints(
@@ -106,6 +110,14 @@ def join(prepared: Prepared) -> tuple[World, Checkpoints]:
         keep=config.training.keep_checkpoints,
         resume=config.training.resume,
     )
+    if checkpoints.step > prepared.total_steps:
+        raise ValueError(
+            f"{config.folder} holds step {checkpoints.step}, this run ends at step {prepared.total_steps}; "
+            "required: another name or output_dir, or more training.max_steps or training.epochs"
+        )
+    if checkpoints.path and world.main:
+        where = f"step {checkpoints.step} of {prepared.total_steps}"
+        print(f"going on from {where}: {checkpoints.path}", flush=True)
     return world, checkpoints
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -70,7 +71,7 @@ def _load_with_target(recipe: str, overrides: list[str] | None) -> "RunConfig":
     from specforge_capture.targets.gguf import with_saved_target
 
     config = _load(recipe, overrides)
-    with err.status("reading the target's GGUF file"):
+    with err.status("reading the target's GGUF file") if config.target.gguf_file else nullcontext():
         return with_saved_target(config)
 
 

@@ -49,12 +49,12 @@ def _lengths(axes: "Axes", rows: list[dict[str, Any]]) -> None:
 
 def _slots(axes: "Axes", rows: list[dict[str, Any]]) -> None:
     for index, row in enumerate(rows):
-        shares = [(slot, share) for slot, share in enumerate(row["accept_by_slot"]) if share is not None]
+        shares = [(slot, share) for slot, share in enumerate(row["accept_by_slot"], 1) if share is not None]
         if shares:
             color = _SERIES[index % len(_SERIES)]
             axes.plot(*zip(*shares, strict=True), label=row["name"], marker="o", color=color)
-    axes.set(title="Acceptance by slot", xlabel="slot", ylabel="share of rounds", ylim=(0, 1))
-    axes.set_xticks(range(max((len(row["accept_by_slot"]) for row in rows), default=0)))
+    axes.set(title="Acceptance by slot", xlabel="slot of the block", ylabel="share of rounds", ylim=(0, 1))
+    axes.set_xticks(range(1, 1 + max((len(row["accept_by_slot"]) for row in rows), default=0)))
     axes.legend(fontsize=9)
 
 

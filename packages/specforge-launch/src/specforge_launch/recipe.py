@@ -40,7 +40,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     """Copy a recipe and the files beside it that it names into `folder`, so that the copy runs as it is.
 
     Raises:
-        ValueError: if the recipe is unknown or a file is in the way.
+        ValueError: if the recipe is unknown, a file is in the way, or the folder cannot be written.
     """
     import yaml
 
@@ -48,13 +48,16 @@ def copy(name: str, folder: Path) -> list[Path]:
     named = {text for text in _strings(yaml.safe_load(source.read_text())) if (source.parent / text).exists()}
     relative = [Path(source.name), *(Path(text) for text in sorted(named) if not Path(text).is_absolute())]
     if taken := [str(folder / path) for path in relative if (folder / path).exists()]:
-        raise ValueError(f"not copied: {', '.join(taken)} exists; choose another folder")
-    for path in relative:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        if (source.parent / path).is_dir():
-            shutil.copytree(source.parent / path, folder / path)
-        else:
-            shutil.copyfile(source.parent / path, folder / path)
+        raise ValueError(f"not copied; there already: {', '.join(taken)}; choose another folder")
+    try:
+        for path in relative:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            if (source.parent / path).is_dir():
+                shutil.copytree(source.parent / path, folder / path)
+            else:
+                shutil.copyfile(source.parent / path, folder / path)
+    except OSError as error:
+        raise ValueError(f"cannot write {folder}: {error}") from error
     return [folder / path for path in relative]
 
 

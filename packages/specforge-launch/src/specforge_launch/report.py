@@ -103,7 +103,8 @@ def _tau(axes: "Axes", train: Rows, measured: Rows) -> None:
         axes.annotate(text, point, (0, 7), textcoords="offset points", ha="center", fontsize=8)
     axes.set(xlabel="step", ylabel="tokens a round")
     axes.margins(y=0.18)
-    _legend(axes, loc="lower right")
+    if axes.get_legend_handles_labels()[0]:
+        axes.figure.legend(loc="outside upper right", ncols=2)
 
 
 def _measured(rows: Rows, summary: dict[str, Any]) -> list[dict[str, Any]]:

@@ -84,9 +84,12 @@ class RunFolder:
         that has the file open.
 
         Raises:
-            ValueError: if another launcher holds it, naming its process.
+            ValueError: if another launcher holds it, naming its process, or the folder cannot be made.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"output_dir: cannot write {self.path}: {error}") from error
         path = self.path / f".lock.launch-{part}"
         with hold(
             path,

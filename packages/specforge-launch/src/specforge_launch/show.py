@@ -221,6 +221,7 @@ def measurement_tables(result: dict[str, Any]) -> list[Table]:
 def calibration_text(calibration: dict[str, Any]) -> str:
     """The calibration of the confidence head in words."""
     return (
-        f"off by {calibration['error']:.1%}; on held-out prompts {calibration['error_of_rest']:.1%}, "
-        f"with its logit over {calibration['temperature']:.2f} {calibration['error_fitted_on_rest']:.1%}"
+        f"off by {calibration['error']:.1%}; its logit divided by {calibration['temperature']:.2f}, "
+        f"fitted on half of the prompts: {calibration['error_of_rest']:.1%} → "
+        f"{calibration['error_fitted_on_rest']:.1%} on the others"
     )

@@ -195,7 +195,9 @@ def _watch(
             return last
         if requests.count and not asked:
             folder.stop.touch()
-            view.message("finishing the step, then saving a checkpoint; press Ctrl-C again to kill")
+            training = last.get("stage") == "train" and last.get("step") != last.get("total")
+            doing = "finishing the step, then saving a checkpoint" if training else "stopping once it can"
+            view.message(f"{doing}; press Ctrl-C again to kill")
             asked = True
         if requests.count > 1:
             _kill(agent)

@@ -39,27 +39,29 @@ def regenerate(
       specforge-capture regenerate my.yaml regeneration.temperature=1 regeneration.output=data/sampled.jsonl
       specforge-capture regenerate my.yaml target.backend=sglang
     """
+    from specforge_capture.http_client import RequestFailed, RequestRefused, ServerDown
+    from specforge_capture.regeneration.journal import manifest_path, output_path
     from specforge_config.loading import load_run
     from specforge_config.recipes import declared, find
 
     config = load_run(find(recipe, declared()), overrides or [])
-    from specforge_capture.http_client import RequestFailed, RequestRefused, ServerDown
-    from specforge_capture.regeneration.journal import manifest_path
-    from specforge_capture.regeneration.run import output_path
-    from specforge_capture.regeneration.run import regenerate as answer
-    from specforge_capture.targets.gguf import with_saved_target
-
     output = output_path(config)
-    if config.target.backend == "sglang" and not config.regeneration.servers:
-        err.print(f"starting SGLang, which writes to {output}.server*.log", highlight=False, soft_wrap=True)
     try:
         with _progress() as report:
+            from specforge_capture.regeneration.run import regenerate as answer
+            from specforge_capture.sglang.answer_servers import require_sglang
+            from specforge_capture.targets.gguf import with_saved_target
+
+            if config.target.backend == "sglang" and not config.regeneration.servers:
+                require_sglang()
+                err.print(f"SGLang writes to {output}.server*.log", highlight=False, soft_wrap=True)
             manifest, before = answer(with_saved_target(config), report)
     except KeyboardInterrupt:
         err.print(f"stopped; {_kept(output)}", soft_wrap=True)
         sys.exit(130)
     except (ServerDown, RequestFailed, RequestRefused) as error:
-        err.print(f"{error}\n{_kept(output)}", markup=False, highlight=False, soft_wrap=True)
+        servers = "regeneration.servers: " if config.regeneration.servers else ""
+        err.print(f"error: {servers}{error}\n{_kept(output)}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     if before:
         out.print("these prompts have been answered before, under the same settings\n", highlight=False)
@@ -100,6 +102,8 @@ def _progress() -> "Generator[Report]":
             ahead = "" if left is None else f", about {left:.0f} s left"
             err.print(f"{done} of {total} rows, {rate:.0f} tokens/s{ahead}", highlight=False)
 
+        if not err.is_terminal:
+            err.print("loading the target", highlight=False)
         yield report
 
 

@@ -20,6 +20,7 @@ import pyarrow as pa
 from specforge_capture.locks import builder_lock
 from specforge_capture.prompts.chat import ChatRenderer
 from specforge_capture.prompts.checksum import file_sha256, require_checksum
+from specforge_capture.prompts.masks import NO_ANSWER
 from specforge_capture.prompts.samples import Progress, PromptReport, Sample, SampleReader
 from specforge_capture.targets.base import PromptRow
 from specforge_config.data import DataConfig
@@ -217,7 +218,10 @@ def _record_batch(samples: list[Sample]) -> pa.RecordBatch:
 
 
 def _nothing_usable(reader: SampleReader) -> str:
-    reasons = "; ".join(f"{count} × {reason}" for reason, count in reader.report.reasons().most_common(3))
+    common = reader.report.reasons().most_common(3)
+    reasons = "; ".join(f"{count} × {reason}" for reason, count in common)
+    if any(reason == NO_ANSWER for reason, _ in common):
+        reasons += " (prompts alone are answered first: specforge-capture regenerate)"
     files = ", ".join(reader.data.train)
     return (
         f"none of the {reader.report.rows} rows of {files} can be trained on under {reader.renderer.name}: "

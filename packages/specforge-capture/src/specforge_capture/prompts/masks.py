@@ -29,6 +29,10 @@ The mark of Qwen3, DeepSeek-R1, GLM and most open reasoning models; only `thinki
 """
 
 
+NO_ANSWER = "no assistant turn"
+"""Why a conversation of prompts alone gives no sample."""
+
+
 class UnusableConversation(ValueError):
     """A conversation that gives no sample; the message is the reason."""
 
@@ -92,7 +96,7 @@ class MaskRule:
         messages, tools = conversation.messages, conversation.tools
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
-            raise UnusableConversation("no assistant turn")
+            raise UnusableConversation(NO_ANSWER)
         for i in answers[-1:] if self.supervise == "last_turn" else answers:
             prompt = renderer.render(messages[:i], tools, generation_prompt=True)
             through, marked = messages[: i + 1], None

@@ -16,8 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from specforge_config.run import RunConfig
+
 Settings = dict[str, Any]
 Row = dict[str, Any]
+
+
+def output_path(config: RunConfig) -> Path:
+    """Where the answers of a run go."""
+    return Path(config.regeneration.output or Path(config.folder) / "answers.jsonl")
 
 
 def manifest_path(output: Path) -> Path:

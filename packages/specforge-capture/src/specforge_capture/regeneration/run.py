@@ -23,7 +23,13 @@ from specforge_capture.prompts.chat import ChatRenderer, load_tokenizer
 from specforge_capture.prompts.sources import Conversation, Rejected, SourceRow, detect_format, read_rows
 from specforge_capture.prompts.special_tokens import resolve_special_tokens
 from specforge_capture.regeneration.dialogue import Dialogue
-from specforge_capture.regeneration.journal import Journal, file_sha256, finished_manifest, open_journal
+from specforge_capture.regeneration.journal import (
+    Journal,
+    file_sha256,
+    finished_manifest,
+    open_journal,
+    output_path,
+)
 from specforge_capture.regeneration.served import PROBE_SECONDS, AnswerClient, ServedBatch
 from specforge_capture.sglang.answer_servers import answer_servers
 from specforge_capture.targets.batch import Answer, DecodingBatch, Request
@@ -48,11 +54,6 @@ class _Answerer:
     def next_request(self, dialogue: Dialogue) -> Request | None:
         limit = self.config.regeneration.max_new_tokens
         return dialogue.next_request(self.renderer, self.config.data.max_length, limit)
-
-
-def output_path(config: RunConfig) -> Path:
-    """Where the answers go."""
-    return Path(config.regeneration.output or Path(config.folder) / "answers.jsonl")
 
 
 def regenerate(

@@ -44,6 +44,18 @@ class _Started:
         return f"the end of {self.log}:\n" + "\n".join(lines)
 
 
+def require_sglang() -> None:
+    """Check that servers can be started here.
+
+    Raises:
+        ValueError: if SGLang is not installed.
+    """
+    try:
+        installed_version()
+    except ValueError as error:
+        raise ValueError(f"{error}, or regeneration.servers that run elsewhere") from None
+
+
 @contextmanager
 def answer_servers(config: RunConfig, device: Literal["cpu", "cuda"], logs: Path) -> Generator[list[str]]:
     """Servers of the target.
@@ -61,10 +73,7 @@ def answer_servers(config: RunConfig, device: Literal["cpu", "cuda"], logs: Path
         ServerDown: if one ends, or does not answer within `regeneration.startup_seconds`; with the end of its
             log, also where the block raised it.
     """
-    try:
-        installed_version()
-    except ValueError as error:
-        raise ValueError(f"{error}, or regeneration.servers that run elsewhere") from None
+    require_sglang()
     target = read_target_shape(config.target.path)
     arguments = resolve_answering_arguments(config, target, device).command_line()
     environment = {**os.environ, **engine_environment(device, config.engine.tp_size)}
