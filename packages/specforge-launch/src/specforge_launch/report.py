@@ -57,7 +57,7 @@ def render(rows: Rows, summary: dict[str, Any], configuration: str, title: str) 
     charts: list[tuple[str, str, Callable[[Axes], None]]] = [
         (
             "Acceptance length τ",
-            "measured by speculative decoding; estimated from the loss",
+            "measured by speculative decoding; estimated on the rows that are trained on",
             lambda a: _tau(a, train, measured),
         ),
         (

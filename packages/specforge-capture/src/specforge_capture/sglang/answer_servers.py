@@ -86,7 +86,7 @@ def answer_servers(config: RunConfig, device: Literal["cpu", "cuda"], logs: Path
         _await(started, config.regeneration.startup_seconds)
         yield [server.url for server in started]
     except ServerDown as error:
-        _require_alive(started, error)
+        _require_alive(started, _PROBE_SECONDS, error)
         raise
     finally:
         _stop(started)
@@ -134,10 +134,18 @@ def _await(started: Sequence[_Started], seconds: float) -> None:
         time.sleep(_TICK_SECONDS)
 
 
-def _require_alive(started: Sequence[_Started], cause: ServerDown | None = None) -> None:
-    for server in started:
-        if (code := server.process.poll()) is not None:
-            raise ServerDown(f"the SGLang server ended with code {code}; {server.tail()}") from cause
+def _require_alive(
+    started: Sequence[_Started], seconds: float = 0.0, cause: ServerDown | None = None
+) -> None:
+    """A process that broke its connections may take some `seconds` until it is seen to have ended."""
+    deadline = time.monotonic() + seconds
+    while True:
+        for server in started:
+            if (code := server.process.poll()) is not None:
+                raise ServerDown(f"the SGLang server ended with code {code}; {server.tail()}") from cause
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(_TICK_SECONDS)
 
 
 def _answers(url: str) -> bool:

@@ -6,6 +6,7 @@ every interface: Mooncake has no setting for that.)
 """
 
 import math
+import random
 import socket
 import subprocess
 import time
@@ -27,6 +28,7 @@ NOT_INSTALLED = (
 CLIENT_TTL_SECONDS = 10
 """A client that was silent for so long is gone, and its objects with it."""
 _POLL_SECONDS = 0.05
+_PORTS = range(18000, 32000)
 _STOP_SECONDS = 10.0
 
 
@@ -83,13 +85,23 @@ class MasterSettings:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports of `host` that were free when they were looked for."""
-    sockets = [_bound(host, 0) for _ in range(count)]
-    try:
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports of `host` that were free when they were looked for.
+
+    They lie below those that Linux gives to outgoing connections, and above Mooncake's own: a server may bind
+    its port minutes later, when a port of the former kind has long been taken.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        try:
+            _bound(host, port).close()
+        except OSError:
+            continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise StoreError(
+        f"{host} has {len(found)} free ports from {_PORTS[0]} to {_PORTS[-1]}; required: {count}"
+    )
 
 
 @contextmanager
