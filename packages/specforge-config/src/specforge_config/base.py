@@ -119,6 +119,15 @@ def host_and_port(address: str) -> tuple[str, int]:
     return found[1].strip("[]"), int(found[2])
 
 
+def refused_addresses(addresses: tuple[str, ...]) -> Iterator[str]:
+    """What `host_and_port` says of each address that it refuses."""
+    for address in addresses:
+        try:
+            host_and_port(address)
+        except ValueError as error:
+            yield str(error)
+
+
 def _one_is_a_list(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, Tag
 
-from specforge_config.base import Config, InputPath, host_and_port, repeated, tagged
+from specforge_config.base import Config, InputPath, host_and_port, refused_addresses, repeated, tagged
 from specforge_config.producer import ConsumerConfig, ProducerConfig
 from specforge_config.store import MooncakeStore, StoreConfig
 
@@ -85,11 +85,8 @@ class CaptureServers(Config):
     """How long a server may take to load the target."""
 
     def _faults(self) -> Iterator[str]:
-        for address in self.addresses:
-            try:
-                host_and_port(address)
-            except ValueError as error:
-                yield f"addresses holds {error}"
+        for error in refused_addresses(self.addresses):
+            yield f"addresses holds {error}"
         for address in repeated(self.addresses):
             yield f"addresses lists {address} twice; required: each server once"
         if self.port and self.port + self.count > 65536:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from specforge_config.base import Config, InputPaths, host_and_port, repeated
+from specforge_config.base import Config, InputPaths, refused_addresses, repeated
 
 
 class RegenerationConfig(Config):
@@ -43,11 +43,8 @@ class RegenerationConfig(Config):
     def _faults(self) -> Iterator[str]:
         for path in repeated(self.prompts):
             yield f"prompts lists {path} twice; required: each file once"
-        for address in self.servers:
-            try:
-                host_and_port(address)
-            except ValueError as error:
-                yield f"servers: {error}"
+        for error in refused_addresses(self.servers):
+            yield f"servers: {error}"
         for address in repeated(self.servers):
             yield f"servers lists {address} twice; required: each server once"
         if self.top_p < 1 and self.temperature == 0:
